@@ -1,0 +1,56 @@
+"""What can go wrong, as a tree.
+
+TrainfitError
+├── InputError (ValueError)         what the user gave cannot be used: exit code 2
+│   ├── RecipeError                 a recipe, config or command line option is broken
+│   ├── DeviceError                 no such device, or it lacks what was asked of it
+│   ├── ModelError                  a model cannot be found, built or taken apart
+│   ├── DataError                   the text is missing, unreadable or too short
+│   ├── DoesNotFitError             no strategy is small enough for the budget
+│   └── ResumeError                 a run folder cannot be resumed from
+└── RecomputeError (RuntimeError)   a block did not recompute what its forward had saved
+
+Every message is one line: what, the numbers, the next move.
+"""
+
+from __future__ import annotations
+
+
+class TrainfitError(Exception):
+    """Everything that trainfit raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(TrainfitError, ValueError):
+    """What the user gave cannot be used."""
+
+    exit_code = 2
+
+
+class RecipeError(InputError):
+    """A recipe, config or option is missing, broken or has an unknown key."""
+
+
+class DeviceError(InputError):
+    """No such device, or the device lacks what was asked of it."""
+
+
+class ModelError(InputError):
+    """A model cannot be found, built or taken apart."""
+
+
+class DataError(InputError):
+    """The training text is missing, unreadable or too short."""
+
+
+class DoesNotFitError(InputError):
+    """No strategy is small enough for the budget."""
+
+
+class ResumeError(InputError):
+    """A run folder cannot be resumed from."""
+
+
+class RecomputeError(TrainfitError, RuntimeError):
+    """A block did not recompute what its forward had saved."""

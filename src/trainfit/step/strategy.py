@@ -1,0 +1,102 @@
+"""Strategy: every knob of how a step is run, frozen and serialisable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from typing import Any, Literal, get_args
+
+from trainfit.errors import RecipeError
+
+Tier = Literal["keep", "pointwise", "attention", "full"]
+Precision = Literal["fp32", "bf16", "fp16"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How one optimizer step is run.
+
+    micro_batch_size: sequences in one forward and backward.
+    accumulation_steps: micro batches in one optimizer step.
+    precision: compute dtype; parameters and optimizer states stay fp32.
+    tiers: activation tier of each block, first to last.
+    loss_chunks: pieces in which head and loss are computed; 1 materialises all logits.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int = 1
+    precision: Precision = "fp32"
+    tiers: tuple[Tier, ...] = ()
+    loss_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.precision not in PRECISIONS:
+            raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
+        if unknown := sorted(set(self.tiers) - set(TIERS)):
+            raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Strategy:
+        """The inverse of to_json. Raises RecipeError for keys that Strategy does not have."""
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(data) - known):
+            raise RecipeError(f"unknown strategy key {unknown[0]!r}; known keys are {', '.join(sorted(known))}")
+        return cls(**{**data, "tiers": tuple(data.get("tiers", ()))})
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits that every run and report cites."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:
+    """Tiers of num_blocks blocks from "keep", "every:2" or "6*full,2*pointwise".
+
+    every:K recomputes blocks 0, K, 2K, ... in full and keeps the rest. A list must name num_blocks blocks.
+    Raises RecipeError for anything else.
+    """
+    text = text.strip()
+    if text in TIERS:
+        return (text,) * num_blocks  # type: ignore[return-value]
+    if match := re.fullmatch(r"every:(\d+)", text):
+        if (every := int(match[1])) < 1:
+            raise RecipeError("activation every:0 recomputes nothing; use every:1 or more, or keep")
+        return tuple("keep" if block % every else "full" for block in range(num_blocks))
+    tiers: list[Tier] = []
+    for part in text.split(","):
+        count, tier = _parse_run(part, text)
+        if (total := len(tiers) + count) > num_blocks:
+            raise RecipeError(f"activation {text!r} names {total} blocks or more; the model has {num_blocks}")
+        tiers += [tier] * count
+    if len(tiers) != num_blocks:
+        raise RecipeError(f"activation {text!r} names {len(tiers)} blocks; the model has {num_blocks}")
+    return tuple(tiers)
+
+
+def _parse_run(part: str, text: str) -> tuple[int, Tier]:
+    match = re.fullmatch(r"\s*(?:(\d+)\s*\*\s*)?([a-z]+)\s*", part)
+    if match is None or match[2] not in TIERS:
+        raise RecipeError(
+            f"activation {text!r} is not understood; use one of {', '.join(TIERS)}, every:K, or a list like 6*full,2*pointwise"
+        )
+    return int(match[1] or 1), match[2]  # type: ignore[return-value]
+
+
+def format_tiers(tiers: Iterable[Tier]) -> str:
+    """The shortest text that parse_tiers reads back: "full" or "6*full,2*pointwise"."""
+    runs = [(tier, len(list(group))) for tier, group in groupby(tiers)]
+    if len(runs) == 1:
+        return runs[0][0]
+    return ",".join(f"{count}*{tier}" for tier, count in runs)
