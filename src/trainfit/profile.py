@@ -1,4 +1,4 @@
-"""What a step needs: plain data that every room can speak of."""
+"""What a step needs, and the words for it: plain data that every room can speak of."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ Phase = Literal["forward", "loss", "backward", "optimizer", "save"]
 Category = Literal[
     "parameters", "gradients", "optimizer", "activations", "temporary", "communication", "loss"
 ]
+Tier = Literal["keep", "pointwise", "attention", "full"]
+Precision = Literal["fp32", "bf16", "fp16"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+TIERS: tuple[Tier, ...] = get_args(Tier)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,39 @@
+"""Which machine: device facts in numbers, and one facade over cpu, cuda and npu at run time.
+
+Importing this package does not import torch, so that help and the device list stay fast: names that need torch
+(Accelerator, accelerator, this_machine) are looked up on first use by __getattr__ below.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trainfit.hardware.catalogue import catalogue, find_device
+from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind, Precision
+
+if TYPE_CHECKING:
+    from trainfit.hardware.local import this_machine
+    from trainfit.hardware.runtime import Accelerator, accelerator
+
+__all__ = [
+    "Accelerator",
+    "DeviceSpec",
+    "Figure",
+    "Hardware",
+    "Kind",
+    "Precision",
+    "accelerator",
+    "catalogue",
+    "find_device",
+    "this_machine",
+]
+
+# No submodule has the name of one of these: importing it would put the module where the function should be.
+_NEED_TORCH = {"Accelerator": "runtime", "accelerator": "runtime", "this_machine": "local"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

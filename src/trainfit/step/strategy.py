@@ -8,14 +8,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
-from typing import Any, Literal, get_args
+from typing import Any
 
 from trainfit.errors import RecipeError
-
-Tier = Literal["keep", "pointwise", "attention", "full"]
-Precision = Literal["fp32", "bf16", "fp16"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+from trainfit.profile import PRECISIONS, TIERS, Precision, Tier
 
 
 @dataclass(frozen=True)
@@ -27,6 +23,7 @@ class Strategy:
     precision: compute dtype; parameters and optimizer states stay fp32.
     tiers: activation tier of each block, first to last.
     loss_chunks: pieces in which head and loss are computed; 1 materialises all logits.
+    optimizer: "adamw".
     """
 
     micro_batch_size: int
@@ -34,6 +31,7 @@ class Strategy:
     precision: Precision = "fp32"
     tiers: tuple[Tier, ...] = ()
     loss_chunks: int = 1
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):

@@ -1,0 +1,11 @@
+"""One file for each way to save memory; TECHNIQUES is their order."""
+
+from trainfit.techniques.activation import ActivationTiers
+from trainfit.techniques.adamw import AdamWOptimizer
+from trainfit.techniques.base import Build, Observer, Stage, Technique
+from trainfit.techniques.chunked_loss import ChunkedLoss
+from trainfit.techniques.precision import MixedPrecision
+
+TECHNIQUES: tuple[Technique, ...] = (ActivationTiers(), AdamWOptimizer(), ChunkedLoss(), MixedPrecision())
+
+__all__ = ["TECHNIQUES", "Build", "Observer", "Stage", "Technique"]

@@ -1,0 +1,115 @@
+"""What this machine is: a catalogue row where the driver's name is known, else figures measured here.
+
+A measurement takes under half a second in all, is made once in a process for each thread count that torch is set to,
+and is rounded to two digits because it repeats no better.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+
+from trainfit.hardware.catalogue import find_reported
+from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind, Precision
+from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator, best_kind
+
+_MATMUL_SECONDS = 0.05
+_MATMUL_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
+_COPY_BYTES = 64 * 2**20
+_LAUNCHES = 200
+_MIB = 2**20
+
+
+def this_machine(kind: Kind | None = None) -> Hardware:
+    """One device of this machine: CUDA or NPU when there is one, else the CPU; or the kind asked for.
+
+    The count is 1 whatever is plugged in: how many devices a run uses is the run's choice. Raises DeviceError when
+    that kind of device is not here.
+    """
+    return Hardware(_spec(kind or best_kind()))
+
+
+def _spec(kind: Kind) -> DeviceSpec:
+    """The catalogue's row or the measured one, with the memory that is there now: limits of a container can change."""
+    device = accelerator(kind)
+    spec = find_reported(device.name) or _measured_spec(kind, torch.get_num_threads())
+    return replace(spec, memory_bytes=_total(device))
+
+
+def _total(device: Accelerator) -> Figure:
+    source = "physical memory, or the tightest cgroup limit" if device.kind == "cpu" else "reported by the driver here"
+    return Figure(device.memory.total_bytes(), source, "high")
+
+
+@cache
+def _measured_spec(kind: Kind, num_threads: int) -> DeviceSpec:
+    """num_threads only tells apart what was measured with other thread counts."""
+    device = accelerator(kind)
+    return DeviceSpec(
+        name=device.name,
+        kind=kind,
+        memory_bytes=_total(device),
+        tflops={precision: _matmul_tflops(device, precision) for precision in device.precisions},
+        memory_bandwidth=_copy_bandwidth(device),
+        link_bandwidth=None,
+        overhead_bytes=_overhead(kind),
+        allocation_granularity=1 if kind == "cpu" else 512,
+        launch_seconds=_launch_seconds(device),
+        efficiency=Figure(1.0, "tflops is what a large matmul reached here, not a peak", "medium"),
+    )
+
+
+def _overhead(kind: Kind) -> Figure:
+    if kind == "cpu":
+        return Figure(512 * _MIB, "Python with torch and transformers loaded stays below this", "medium")
+    return Figure(1024 * _MIB, "assumed: context and library workspaces of an unknown device", "low")
+
+
+def _matmul_tflops(device: Accelerator, precision: Precision) -> Figure:
+    """Best rate of square matmuls that grow until the next would not fit the time allowed."""
+    best = 0.0
+    for size in _MATMUL_SIZES:
+        left, right = torch.ones(2, size, size, dtype=DTYPES[precision], device=device.device).unbind()
+        out = torch.empty_like(left)
+        seconds = _seconds(device, partial(torch.mm, left, right, out=out), repeats=1)
+        best = max(best, 2 * size**3 / seconds / 1e12)
+        # Twice for warm-up and run, eight times the work at the next size.
+        if 2 * 8 * seconds > _MATMUL_SECONDS:
+            break
+    return _measured(best, f"{_threads(device)}, square matmuls")
+
+
+def _copy_bandwidth(device: Accelerator) -> Figure:
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device.device)
+    target = torch.empty_like(source)
+    seconds = _seconds(device, lambda: target.copy_(source), repeats=2)
+    return _measured(2 * _COPY_BYTES / seconds, f"{_threads(device)}, read and write of a 64 MiB copy")
+
+
+def _launch_seconds(device: Accelerator) -> Figure:
+    scalar = torch.zeros(1, device=device.device)
+    return _measured(_seconds(device, lambda: scalar.add_(1), repeats=_LAUNCHES), "one-element additions")
+
+
+def _seconds(device: Accelerator, work: Callable[[], object], *, repeats: int) -> float:
+    """Mean seconds of one call of work after one warm-up call, the device's queue included."""
+    with torch.no_grad():
+        work()
+        device.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        device.synchronize()
+    return max((time.perf_counter() - start) / repeats, 1e-9)
+
+
+def _measured(value: float, how: str) -> Figure:
+    return Figure(float(f"{value:.2g}"), f"measured here, {how}", "medium")
+
+
+def _threads(device: Accelerator) -> str:
+    return f"{torch.get_num_threads()} threads" if device.kind == "cpu" else device.name

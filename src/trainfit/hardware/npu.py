@@ -1,0 +1,26 @@
+"""Every quirk of Ascend NPUs, so that no other file asks `is this an NPU?`. Imports no torch.
+
+torch_npu renames PrivateUse1 to `npu` and puts its module at torch.npu; torch loads it by itself through the
+`torch.backends` entry point, so trainfit never imports it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from trainfit.hardware.device import Precision
+
+DISTRIBUTED_BACKEND = "hccl"
+# torch.OutOfMemoryError on newer torch_npu; a plain RuntimeError with this text on some releases.
+OUT_OF_MEMORY_TEXT = "NPU out of memory"
+# Kernels of torch_npu that ignore what a GradScaler hands them: fp16 steps would be neither unscaled nor skipped.
+FUSED_ADAMW_IGNORES_GRAD_SCALER = True
+
+
+def precisions(module: ModuleType) -> tuple[Precision, ...]:
+    """What this NPU computes in. The 910A has no bf16: its cube takes fp16 and int8 only."""
+    return ("fp32", "bf16", "fp16") if module.is_bf16_supported() else ("fp32", "fp16")
+
+
+def why_missing() -> str:
+    return "an Ascend NPU needs torch_npu installed, and TORCH_DEVICE_BACKEND_AUTOLOAD not set to 0"

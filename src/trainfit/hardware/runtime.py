@@ -1,0 +1,165 @@
+"""Accelerator: the one place that asks which device this is.
+
+Everything that differs between cpu, cuda and npu at run time is a row of _BACKENDS or a method here; the rest of
+trainfit asks an Accelerator and never a device type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any, cast, get_args
+
+import torch
+
+from trainfit.errors import DeviceError
+from trainfit.hardware import npu
+from trainfit.hardware.device import Kind, Precision, unsupported
+from trainfit.hardware.memory import DeviceMemory, HostMemory, MemoryMeter
+from trainfit.hardware.rng import RngState
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """What differs between kinds of device. precisions takes torch.cuda or torch.npu."""
+
+    distributed: str
+    missing: Callable[[], str]
+    precisions: Callable[[ModuleType], tuple[Precision, ...]]
+    out_of_memory_text: str
+    fused_adamw_ignores_grad_scaler: bool = False
+
+
+def _cuda_precisions(module: ModuleType) -> tuple[Precision, ...]:
+    # Without emulation: bf16 computed in fp32 is no faster, and a plan that chose it for speed would be wrong.
+    return ("fp32", "bf16", "fp16") if module.is_bf16_supported(including_emulation=False) else ("fp32", "fp16")
+
+
+_BACKENDS: dict[Kind, _Backend] = {
+    "cpu": _Backend("gloo", lambda: "", lambda _: get_args(Precision), "you tried to allocate"),
+    "cuda": _Backend(
+        "nccl", lambda: "it needs a CUDA build of torch and a driver", _cuda_precisions, "CUDA out of memory"
+    ),
+    "npu": _Backend(
+        npu.DISTRIBUTED_BACKEND,
+        npu.why_missing,
+        npu.precisions,
+        npu.OUT_OF_MEMORY_TEXT,
+        npu.FUSED_ADAMW_IGNORES_GRAD_SCALER,
+    ),
+}
+
+
+class Accelerator:
+    """One device at run time: its memory, random numbers, autocast, streams and process-group backend."""
+
+    def __init__(self, device: torch.device, kind: Kind, module: ModuleType | None) -> None:
+        """module is torch.cuda or torch.npu; None on the cpu. Use accelerator() to make one."""
+        self.device = device
+        self.kind = kind
+        self._module = module
+        self._backend = _BACKENDS[kind]
+        self.memory: MemoryMeter = HostMemory() if module is None else DeviceMemory(device, module)
+        self.rng = RngState(device, module)
+
+    @cached_property
+    def name(self) -> str:
+        """What the driver calls the device; "cpu" on the cpu."""
+        return "cpu" if self._module is None else str(self._module.get_device_name(self.device))
+
+    @property
+    def autocast_name(self) -> str:
+        """The device_type that torch.autocast and torch.amp.GradScaler want."""
+        return self.device.type
+
+    @property
+    def distributed_backend(self) -> str:
+        """ "gloo", "nccl" or "hccl"."""
+        return self._backend.distributed
+
+    @property
+    def fused_adamw_ignores_grad_scaler(self) -> bool:
+        """True where fused AdamW neither unscales nor skips under a GradScaler, so that pair must be refused."""
+        return self._backend.fused_adamw_ignores_grad_scaler
+
+    @cached_property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions that this device computes in."""
+        return self._backend.precisions(self._module or torch.cpu)
+
+    def supports(self, precision: Precision) -> bool:
+        return precision in self.precisions
+
+    def require(self, precision: Precision) -> None:
+        """Raises DeviceError when the device cannot compute in that precision."""
+        if not self.supports(precision):
+            raise unsupported(self.name, precision, self.precisions)
+
+    def autocast(self, precision: Precision, *, cache_enabled: bool = False) -> AbstractContextManager[Any]:
+        """Context in which matmuls run in that precision; does nothing for fp32.
+
+        cache_enabled keeps a low-precision copy of every weight until the outermost context ends: the bytes of a whole
+        low-precision model, so it is off unless asked for. Raises DeviceError for a precision that the device lacks.
+        """
+        self.require(precision)
+        if precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.autocast_name, dtype=DTYPES[precision], cache_enabled=cache_enabled)
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all its work; returns at once on the cpu."""
+        if self._module is not None:
+            self._module.synchronize(self.device)
+
+    def new_stream(self) -> Any:
+        """A stream of this device for stream(); None on the cpu."""
+        return None if self._module is None else self._module.Stream(self.device)
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Context that puts work on a stream from new_stream(); does nothing on the cpu."""
+        return nullcontext() if self._module is None or stream is None else self._module.stream(stream)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether error says that this device has no memory left for an allocation."""
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        return isinstance(error, RuntimeError) and self._backend.out_of_memory_text in str(error)
+
+    def __repr__(self) -> str:
+        return f"Accelerator({str(self.device)!r})"
+
+
+def accelerator(device: str | torch.device) -> Accelerator:
+    """The Accelerator of "cpu", "cuda", "npu", "cuda:1" or a torch.device.
+
+    Raises DeviceError for another kind of device and for one that is not there.
+    """
+    match = re.fullmatch(rf"({'|'.join(_BACKENDS)})(?::(\d+))?", str(device))
+    if match is None:
+        raise DeviceError(f"{str(device)!r} is no device to train on; use one of {', '.join(_BACKENDS)}")
+    kind = cast(Kind, match[1])
+    if kind == "cpu":
+        return Accelerator(torch.device("cpu"), "cpu", None)
+    module = getattr(torch, kind, None)
+    count = module.device_count() if module is not None and module.is_available() else 0
+    if module is None or count == 0:
+        raise DeviceError(f"no {kind} device on this machine: {_BACKENDS[kind].missing()}; or use cpu")
+    index = module.current_device() if match[2] is None else int(match[2])
+    if index >= count:
+        raise DeviceError(f"{device} is not there: this machine has {count} {kind} device(s), numbered from 0")
+    return Accelerator(torch.device(kind, index), kind, module)
+
+
+def best_kind() -> Kind:
+    """ "cuda" or "npu" when such a device is there, else "cpu"."""
+    for kind in ("cuda", "npu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return kind
+    return "cpu"

@@ -1,0 +1,94 @@
+"""What single operators cost, and what PyTorch's fake kernels get wrong about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from trainfit.profile import Precision
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+_DTYPES: Mapping[torch.dtype, Precision] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+def fake_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """func(*args), also where only its fake kernel refuses what the real one runs."""
+    if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
+        return _grouped_mm(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_mm(first: Tensor, second: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The fake kernel wants bf16; on a CPU the real one takes fp32 as well.
+
+    (tokens, in) x (groups, in, out) gives (tokens, out); (in, tokens) x (tokens, out) with offsets (groups,) gives
+    (groups, in, out); two batched operands multiply as bmm does.
+    """
+    if first.dim() == 2 and second.dim() == 3:
+        return first.new_empty(first.shape[0], second.shape[2])
+    if first.dim() == 2 and second.dim() == 2:
+        assert offsets is not None
+        return first.new_empty(offsets.shape[0], first.shape[0], second.shape[1])
+    if first.dim() == 3 and second.dim() == 3:
+        return first.new_empty(first.shape[0], first.shape[1], second.shape[2])
+    return first.new_empty(first.shape[1], second.shape[1])
+
+
+def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """What an operator allocates inside and frees before it returns, on a CPU, where that is known.
+
+    In-place addition of another dtype casts the addend first (TensorIterator does so on CPUs, kernels on devices don't).
+    """
+    if func is _ADD_IN_PLACE and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
+        return int(args[1].numel() * args[0].element_size())
+    return 0
+
+
+@dataclass(frozen=True)
+class OperatorCost:
+    """Roofline of one device: an operator takes as long as its arithmetic or its memory traffic, whichever is longer.
+
+    flops_per_second by precision, as matmuls really reach; bytes_per_second of memory; launch_seconds per operator.
+    """
+
+    flops_per_second: Mapping[Precision, float]
+    bytes_per_second: float
+    launch_seconds: float
+
+    def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
+        """Views and allocations without a write are free."""
+        if func.is_view or func._schema.name in _FREE:
+            return 0.0
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+        traffic = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / self.bytes_per_second
+        arithmetic = 0.0
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            precision = _DTYPES.get(tensors[0].dtype, "fp32")
+            rate = self.flops_per_second.get(precision) or min(self.flops_per_second.values())
+            arithmetic = count(*args, **kwargs, out_val=output) / rate
+        return self.launch_seconds + max(traffic, arithmetic)
+
+
+_FREE = frozenset(
+    {
+        "aten::empty.memory_format",
+        "aten::empty_like",
+        "aten::detach",
+        "aten::empty_strided",
+        "aten::_unsafe_view",
+        "aten::new_empty",
+        "aten::view",
+        "aten::lift_fresh",
+    }
+)

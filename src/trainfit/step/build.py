@@ -1,0 +1,55 @@
+"""build_step: from a workload and a strategy to the step that trains, and that the rehearsal runs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from trainfit.hardware import Accelerator
+from trainfit.step.strategy import Strategy
+from trainfit.step.train_step import TrainStep
+from trainfit.techniques import TECHNIQUES, Build
+from trainfit.techniques.base import LossFunction, Observer
+from trainfit.techniques.chunked_loss import cross_entropy_sum, plain_loss
+from trainfit.workload import HeadSplit, Workload, dissect, run_model, split_head
+from trainfit.workload.batch import MicroBatch
+
+
+def build_step(
+    workload: Workload,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    *,
+    max_grad_norm: float | None = 1.0,
+    model: nn.Module | None = None,
+) -> TrainStep:
+    """Make the model on the accelerator (or take the one given) and apply every technique that the strategy sets."""
+    if model is None:
+        with accelerator.device:
+            model = workload.make_model()
+    model.train()
+    anatomy = dissect(model, vocab_size=workload.vocab_size)
+    split: HeadSplit | str = "the model has a loss of its own"
+    if workload.loss is None:
+        split = split_head(model, anatomy)
+    build = Build(workload, accelerator, model, anatomy, split, compute_loss=_whole_loss(workload, model, split))
+    for technique in TECHNIQUES:
+        if (setting := getattr(strategy, technique.setting)) is not None:
+            technique.apply(build, setting)
+    return TrainStep(build, strategy, max_grad_norm=max_grad_norm)
+
+
+def _whole_loss(workload: Workload, model: nn.Module, split: HeadSplit | str) -> LossFunction:
+    """The loss in one piece: what plain training computes."""
+    loss = workload.loss or cross_entropy_sum
+
+    def of_model(batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
+        observe("forward")
+        output = run_model(model, batch.inputs)
+        observe("loss")
+        return loss(output, batch.labels) * scale
+
+    def of_split(batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
+        assert isinstance(split, HeadSplit)
+        return plain_loss(split, batch, scale, observe)
+
+    return of_model if isinstance(split, str) else of_split

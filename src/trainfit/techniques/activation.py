@@ -1,0 +1,111 @@
+"""Activation tiers: what each block keeps for backward, and what it computes again.
+
+keep       what plain autograd saves
+pointwise  the block's input and the outputs of matmuls and attention; norms, rotations, activations are recomputed
+attention  the block's input and the output of attention
+full       the block's input
+
+Every tier also keeps what a router chose and what a private generator drew, since neither comes back by running the
+block again. Embedding and head are never recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, wraps
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.errors import RecipeError
+from trainfit.hardware import Accelerator
+from trainfit.profile import Tier
+from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.recompute import KeepRules, RecomputePlan, Rule
+
+_MATMULS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
+_BATCHED_MATMULS = ("aten.bmm", "aten.baddbmm")
+_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "npu.npu_fusion_attention",
+)
+_ROUTING = ("aten.topk", "aten.argmax", "aten.max.dim", "aten.multinomial", "aten.sort")
+
+
+def _always(args: tuple[Any, ...], output: Any) -> bool:
+    return True
+
+
+def _no_larger_than_inputs(args: tuple[Any, ...], output: Any) -> bool:
+    """True for scores @ values, False for the scores themselves, which grow with the square of the sequence."""
+    return bool(output.numel() <= sum(arg.numel() for arg in args if isinstance(arg, Tensor)))
+
+
+def _decides(args: tuple[Any, ...], output: Any) -> bool:
+    """Indices picked from floating point scores; picking from integers comes out the same every time."""
+    return bool(args[0].is_floating_point())
+
+
+def _overloads(names: Sequence[str], rule: Rule) -> dict[Any, Rule]:
+    """Operators by name, as far as this build of PyTorch and its backends has them."""
+    rules: dict[Any, Rule] = {}
+    for name in names:
+        namespace, packet_name, *overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), packet_name, None)
+        if packet is not None:
+            rules |= {getattr(packet, each): rule for each in (overload or ["default"]) if hasattr(packet, each)}
+    return rules
+
+
+@cache
+def keep_rules(tier: Tier) -> KeepRules:
+    """Which operators' outputs a tier stores."""
+    attention = _overloads(_ATTENTION, _always) | _overloads(_BATCHED_MATMULS, _no_larger_than_inputs)
+    if tier == "pointwise":
+        return _overloads(_MATMULS, _always) | attention
+    return attention if tier == "attention" else {}
+
+
+@cache
+def routing_rules() -> KeepRules:
+    """Operators whose choice must be the same in recompute."""
+    return _overloads(_ROUTING, _decides)
+
+
+class ActivationTiers:
+    """Sets the tier of each block, first to last."""
+
+    stage: ClassVar[Stage] = Stage.BLOCK
+    setting: ClassVar[str] = "tiers"
+
+    def apply(self, build: Build, setting: tuple[Tier, ...]) -> None:
+        """Raises RecipeError if there are not as many tiers as blocks."""
+        if setting and len(setting) != len(build.anatomy.blocks):
+            raise RecipeError(f"{len(setting)} activation tiers for a model of {len(build.anatomy.blocks)} blocks")
+        for name, block, tier in zip(build.anatomy.blocks, build.blocks, setting):
+            if tier != "keep":
+                recompute_block(block, tier, build.accelerator, name=name)
+
+
+def recompute_block(block: nn.Module, tier: Tier, accelerator: Accelerator, *, name: str = "block") -> None:
+    """Put a block under a tier, in place. The module, its name, hooks and parameters stay what they are."""
+    plan = RecomputePlan(
+        name=name,
+        block=block,
+        forward=block.forward,
+        device_type=accelerator.device.type,
+        random=accelerator.rng,
+        keep=keep_rules(tier),
+        watched=routing_rules(),
+    )
+
+    @wraps(block.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return plan(*args, **kwargs)
+
+    block.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,65 @@
+"""Technique: one way to save memory, applied by the one build that training and rehearsal share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainfit.hardware import Accelerator
+from trainfit.profile import Phase
+from trainfit.workload import Anatomy, HeadSplit, Workload
+from trainfit.workload.batch import MicroBatch
+
+Observer = Callable[[Phase], None]
+LossFunction = Callable[[MicroBatch, float, Observer], Tensor]
+
+
+class Stage(IntEnum):
+    """When a technique is applied; the order is data."""
+
+    MODULE = 0
+    BLOCK = 1
+    SHARD = 2
+    OPTIMIZER = 3
+    STEP = 4
+
+
+@dataclass
+class Build:
+    """A step under construction. Techniques change the model in place and fill in the rest.
+
+    split: how the model is cut before its head, or the reason why it cannot be.
+    compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
+    autocast: entered around forward and loss of every micro batch.
+    notes: sentences for the user about what was chosen instead of what was asked.
+    """
+
+    workload: Workload
+    accelerator: Accelerator
+    model: nn.Module
+    anatomy: Anatomy
+    split: HeadSplit | str
+    compute_loss: LossFunction
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    optimizer: Optimizer | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [self.model.get_submodule(name) for name in self.anatomy.blocks]
+
+
+class Technique(Protocol):
+    """One file, one line in TECHNIQUES, its tests and its page."""
+
+    stage: ClassVar[Stage]
+    setting: ClassVar[str]  # the field of Strategy that it reads
+
+    def apply(self, build: Build, setting: Any) -> None:
+        """The real thing, in place."""

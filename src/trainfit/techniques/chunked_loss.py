@@ -1,0 +1,205 @@
+"""Loss without all logits: head and cross entropy run over pieces of the tokens, gradients included.
+
+NOTE [ Gradients in forward ]
+A piece's logits are dead once its gradients are known, so forward computes them at once, for the unscaled sum (in low
+precision a scale of 1 / tokens would underflow), and backward only multiplies by the scale. Live at any time are one piece of logits, the gradient of the hidden states and one of each head parameter.
+Source for the idea: arXiv:2411.09009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainfit.techniques.base import Build, Observer, Stage
+from trainfit.workload import HeadSplit
+from trainfit.workload.batch import IGNORED_LABEL, MicroBatch
+
+PieceFunction = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None]], Tensor]
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed token loss in fp32. logits (..., vocab), labels (...,); IGNORED_LABEL does not count."""
+    return F.cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
+    )
+
+
+def plain_loss(split: HeadSplit, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
+    """scale * summed loss of a micro batch through full logits."""
+    observe("forward")
+    hidden = mark_backward(split.hidden(batch.inputs), observe)
+    observe("loss")
+    return cross_entropy_sum(split.logits(hidden), batch.labels) * scale
+
+
+def mark_backward(hidden: Tensor, observe: Observer) -> Tensor:
+    """Tell the observer when backward has left the loss and enters the blocks."""
+    if hidden.requires_grad and observe is not ignore_phase:
+        hidden.register_hook(lambda _: observe("backward"))
+    return hidden
+
+
+def ignore_phase(phase: Any) -> None:
+    """The observer of a step that nobody watches."""
+
+
+class ChunkedLoss:
+    """Head and loss in `loss_chunks` pieces."""
+
+    stage: ClassVar[Stage] = Stage.STEP
+    setting: ClassVar[str] = "loss_chunks"
+
+    def apply(self, build: Build, setting: int) -> None:
+        if setting == 1:
+            return
+        split = build.split
+        if isinstance(split, str):
+            build.notes.append(f"loss stays in one piece instead of {setting}: {split}")
+            return
+
+        def compute_loss(batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
+            observe("forward")
+            hidden = mark_backward(split.hidden(batch.inputs), observe)
+            observe("loss")
+            return chunked_loss(split, hidden, batch.labels, setting, scale)
+
+        build.compute_loss = compute_loss
+
+
+def chunked_loss(split: HeadSplit, hidden: Tensor, labels: Tensor, num_chunks: int, scale: float) -> Tensor:
+    """scale * summed token loss.
+
+    hidden (batch, sequence, dim), labels (batch, sequence). Extra peak with a plain linear head: one piece of fp32 logits
+    (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden and of the head.
+    """
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    num_chunks = min(num_chunks, labels.numel())
+    parameters = split.parameters()
+    piece = _linear_piece(split.linear, hidden) if split.linear is not None else _general_piece(split)
+    loss: Tensor = _ChunkedLoss.apply(hidden, labels, num_chunks, scale, piece, *parameters)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """See NOTE [ Gradients in forward ]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        num_chunks: int,
+        scale: float,
+        piece: PieceFunction,
+        *parameters: Tensor,
+    ) -> Tensor:
+        wants = ctx.needs_input_grad
+        hidden_gradient = torch.empty_like(hidden) if wants[0] else None
+        gradients = [
+            torch.zeros_like(parameter) if wanted else None for parameter, wanted in zip(parameters, wants[5:])
+        ]
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        pieces = zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), _chunks(hidden_gradient, num_chunks))
+        for hidden_piece, label_piece, gradient_piece in pieces:
+            loss += piece(hidden_piece, label_piece, gradient_piece, gradients)
+        ctx.gradients, ctx.scale = (hidden_gradient, *gradients), scale
+        return loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "a chunked loss can be differentiated once"
+        factor = outer[0] * ctx.scale
+        scaled = [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
+        return scaled[0], None, None, None, None, *scaled[1:]
+
+
+def _chunks(tensor: Tensor | None, num_chunks: int) -> Sequence[Any]:
+    return [None] * num_chunks if tensor is None else tensor.chunk(num_chunks)
+
+
+def _linear_piece(head: nn.Linear, hidden: Tensor) -> PieceFunction:
+    """A head that is one nn.Linear: softmax, loss and gradients in place, in the memory of the logits."""
+    device_type = hidden.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else head.weight.dtype
+    weight = head.weight.detach().to(dtype)
+    bias = None if head.bias is None else head.bias.detach().to(dtype)
+
+    def piece(
+        hidden: Tensor, labels: Tensor, hidden_gradient: Tensor | None, gradients: Sequence[Tensor | None]
+    ) -> Tensor:
+        with torch.autocast(device_type, enabled=False):
+            hidden = hidden.to(dtype)
+            logits = F.linear(hidden, weight, bias).float()
+            valid = labels != IGNORED_LABEL
+            target = torch.where(valid, labels, 0).unsqueeze(1)
+            highest = logits.amax(-1, keepdim=True)
+            target_logit = logits.gather(1, target) - highest
+            exponentials = logits.sub_(highest).exp_()
+            total = exponentials.sum(-1, keepdim=True)
+            loss = torch.where(valid.unsqueeze(1), total.log() - target_logit, 0.0).sum()
+            if hidden_gradient is None and not any(gradient is not None for gradient in gradients):
+                return loss
+            # d loss / d logits = softmax - one_hot. The row factor 1 / total goes to the narrow side of the matmuls;
+            # the -1 at the target is put in before any rounding to a low precision.
+            exponentials.scatter_add_(1, target, -total)
+            row_scale = torch.where(valid.unsqueeze(1), 1.0 / total, 0.0)
+            logits_gradient = exponentials.to(dtype)
+            if hidden_gradient is not None:
+                _row_scaled_mm(logits_gradient, weight, row_scale, hidden_gradient)
+            _accumulate(gradients, logits_gradient, hidden, row_scale)
+        return loss
+
+    return piece
+
+
+def _row_scaled_mm(logits_gradient: Tensor, weight: Tensor, row_scale: Tensor, out: Tensor) -> None:
+    if out.dtype == weight.dtype:
+        torch.mm(logits_gradient, weight, out=out).mul_(row_scale)
+    else:
+        out.copy_(logits_gradient @ weight).mul_(row_scale)
+
+
+def _accumulate(
+    gradients: Sequence[Tensor | None], logits_gradient: Tensor, hidden: Tensor, row_scale: Tensor
+) -> None:
+    weight_gradient, *rest = gradients
+    if weight_gradient is not None:
+        scaled = (hidden * row_scale).to(hidden.dtype)
+        if weight_gradient.dtype == hidden.dtype:
+            weight_gradient.addmm_(logits_gradient.t(), scaled)
+        else:
+            weight_gradient += logits_gradient.t() @ scaled
+    if rest and rest[0] is not None:
+        rest[0].add_((row_scale.to(logits_gradient.dtype).t() @ logits_gradient).squeeze(0))
+
+
+def _general_piece(split: HeadSplit) -> PieceFunction:
+    """A head that caps, scales or biases its logits: the model's own code, differentiated piece by piece."""
+    parameters = split.parameters()
+
+    def piece(
+        hidden: Tensor, labels: Tensor, hidden_gradient: Tensor | None, gradients: Sequence[Tensor | None]
+    ) -> Tensor:
+        wanted = [parameter for parameter, gradient in zip(parameters, gradients) if gradient is not None]
+        differentiate = hidden_gradient is not None or bool(wanted)
+        with torch.set_grad_enabled(differentiate):
+            leaf = hidden.detach().requires_grad_(hidden_gradient is not None)
+            loss = cross_entropy_sum(split.logits(leaf.unsqueeze(0)), labels.unsqueeze(0))
+            if not differentiate:
+                return loss
+            sources = [leaf, *wanted] if hidden_gradient is not None else wanted
+            found = list(torch.autograd.grad(loss, sources))
+        if hidden_gradient is not None:
+            hidden_gradient.copy_(found.pop(0))
+        for gradient, part in zip((gradient for gradient in gradients if gradient is not None), found):
+            gradient += part
+        return loss.detach()
+
+    return piece

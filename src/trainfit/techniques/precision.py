@@ -1,0 +1,29 @@
+"""Compute dtype: parameters, gradients and optimizer states stay fp32, matmuls run in bf16 under autocast.
+
+The autocast weight cache is off: it would hold a low-precision copy of every weight until the micro batch's forward
+has ended, which is what activation tiers set out to save. Without it a weight is cast where it is used.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+from trainfit.errors import DeviceError
+from trainfit.profile import Precision
+from trainfit.techniques.base import Build, Stage
+
+
+class MixedPrecision:
+    """Autocast around forward and loss."""
+
+    stage: ClassVar[Stage] = Stage.STEP
+    setting: ClassVar[str] = "precision"
+
+    def apply(self, build: Build, setting: Precision) -> None:
+        """Raises DeviceError for fp16, which underflows without loss scaling."""
+        if setting == "fp32":
+            return
+        if setting == "fp16":
+            raise DeviceError("precision fp16 needs loss scaling, which trainfit does not have yet; use bf16 or fp32")
+        build.autocast = partial(build.accelerator.autocast, setting)

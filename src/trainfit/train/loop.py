@@ -1,0 +1,173 @@
+"""train: from a recipe and a strategy to a finished run folder."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from trainfit.errors import ResumeError
+from trainfit.hardware import Accelerator
+from trainfit.step import Strategy, build_step
+from trainfit.train.checkpoint import RunState, load_checkpoint, read_state
+from trainfit.train.data import TextData, prepare_data
+from trainfit.train.events import Archived, Preparing, Resumed, Started, TrainReport
+from trainfit.train.metrics import MetricsWriter
+from trainfit.train.packing import unigram_loss, updates_per_epoch
+from trainfit.train.reading import changed_keys
+from trainfit.train.recipe import Recipe
+from trainfit.train.run import MeasureUpdate, OnEvent, Run
+from trainfit.train.run_folder import SUMMARY_FILE, RunFolder
+from trainfit.workload import Workload
+
+# A run that goes on under other values of these would be another run: its weights or its position mean nothing there.
+_KEPT_ON_RESUME = ("model", "data", "seq_len", "seed")
+
+
+def train(
+    recipe: Recipe,
+    strategy: Strategy,
+    workload: Workload,
+    accelerator: Accelerator,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    on_event: OnEvent = lambda event: None,
+    resume: bool = False,
+    measure_update: MeasureUpdate | None = None,
+) -> TrainReport:
+    """Train as the recipe says, each update run as the strategy says, and leave a run folder.
+
+    plan: what plan.json will hold; its "hash" goes into checkpoints. measure_update: how the second update is measured
+    where the device's allocator keeps no peak (the CPU). Ctrl-C or SIGTERM ends the run after the update it falls in,
+    saved. Raises RecipeError, DataError or ResumeError before the first update, with nothing left half-written, and
+    TrainfitError when the loss is no longer finite.
+    """
+    began = time.perf_counter()
+    plan = plan or {"strategy": strategy.to_json(), "hash": strategy.hash}
+    folder = RunFolder(Path(recipe.run_folder).expanduser())
+    try:
+        saved = _saved_state(recipe, folder) if resume else None
+        if not resume:
+            folder.refuse_unfinished()
+        data = _prepare_data(recipe, folder, workload, on_event, resume)
+        run = _build(recipe, strategy, workload, accelerator, folder, data, str(plan.get("hash", "")), on_event)
+        if saved is not None:
+            _restore(run, saved)
+    except BaseException:  # Ctrl-C included: a run that never began leaves no empty folders
+        folder.undo()
+        raise
+    if not resume and (archive := folder.archive()) is not None:
+        on_event(Archived(archive))
+    folder.begin(plan, recipe.to_json())
+    baseline = unigram_loss(data.train, data.held_out, run.held_out_indices, data.vocab_size)
+    on_event(_started(run, baseline))
+    with MetricsWriter(folder.path, after_step=run.step_number) as metrics, _deferred_interrupt() as stop:
+        interrupted = run.go(metrics, stop, measure_update)
+    report = run.report(interrupted=interrupted, unigram_loss=baseline, total_seconds=time.perf_counter() - began)
+    if not interrupted:
+        folder.write_json(SUMMARY_FILE, report.to_json())
+    return report
+
+
+def _saved_state(recipe: Recipe, folder: RunFolder) -> RunState:
+    state = read_state(folder.latest_checkpoint())
+    kept = [key for key in _KEPT_ON_RESUME if state.recipe.get(key) != recipe.to_json()[key]]
+    if kept:
+        old = {key: state.recipe.get(key) for key in kept}
+        new = {key: recipe.to_json()[key] for key in kept}
+        first = changed_keys(old, new)[0]
+        raise ResumeError(
+            f"{folder.path} was trained with another {first} ({_at(old, first)!r} then, {_at(new, first)!r} now); "
+            "resume with what it had, or start anew in another run_folder="
+        )
+    return state
+
+
+def _at(values: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def _prepare_data(recipe: Recipe, folder: RunFolder, workload: Workload, on_event: OnEvent, resume: bool) -> TextData:
+    return prepare_data(
+        recipe,
+        folder.data,
+        max_vocab_size=workload.vocab_size,
+        resume=resume,
+        progress=lambda what, done, total: on_event(Preparing(what, done, total)),
+    )
+
+
+def _build(
+    recipe: Recipe,
+    strategy: Strategy,
+    workload: Workload,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    data: TextData,
+    plan_hash: str,
+    on_event: OnEvent,
+) -> Run:
+    per_update = strategy.micro_batch_size * strategy.accumulation_steps
+    epochs = recipe.epochs or 0
+    steps = recipe.steps or epochs * updates_per_epoch(data.train.num_sequences, per_update)
+    torch.manual_seed(recipe.seed)  # before the weights are drawn; seeds the devices too
+    step = build_step(workload, strategy, accelerator, max_grad_norm=recipe.max_grad_norm)
+    return Run(recipe, step, data, accelerator, folder, steps, plan_hash, on_event)
+
+
+def _restore(run: Run, saved: RunState) -> None:
+    checkpoint = run.folder.latest_checkpoint()
+    if saved.step >= run.steps:
+        raise ResumeError(f"{checkpoint} is at step {saved.step} of {run.steps}: the run is over; raise steps to go on")
+    rng = load_checkpoint(checkpoint, run.step.model, run.step.optimizer)
+    run.accelerator.rng.set_state(rng)
+    run.step_number, run.position, run.tokens = saved.step, saved.position, saved.tokens
+    run.checkpoint = checkpoint
+    changed = tuple(changed_keys(saved.recipe, run.recipe.to_json()))
+    run.on_event(Resumed(saved.step, checkpoint, changed, plan_changed=saved.plan_hash != run.plan_hash))
+
+
+def _started(run: Run, baseline: float) -> Started:
+    return Started(
+        step=run.step_number,
+        steps=run.steps,
+        num_parameters=sum(parameter.numel() for parameter in run.step.model.parameters()),
+        training_tokens=len(run.data.train.tokens),
+        held_out_tokens=len(run.data.held_out.tokens),
+        held_out_loss_tokens=len(run.held_out_indices) * run.recipe.seq_len,
+        unigram_loss=baseline,
+        notes=run.step.notes,
+    )
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Gives a function that says whether Ctrl-C or SIGTERM came; a second Ctrl-C stops at once.
+
+    An update cut in two cannot be saved: some parameters would have moved and others not.
+    """
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield requested.is_set
+        return
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requested.is_set
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

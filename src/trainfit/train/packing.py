@@ -1,0 +1,95 @@
+"""Packing: one array of tokens cut into sequences, and sequences into the windows that updates take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainfit.workload.batch import MicroBatch
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a run stands: the next sequence of an epoch's order. Independent of the micro batch size."""
+
+    epoch: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Documents end to end, cut into sequences of seq_len.
+
+    Sequence i reads tokens [i * seq_len, (i + 1) * seq_len) and predicts those one further, so every token but the
+    first (and a rest shorter than a sequence at the end) is predicted exactly once.
+    """
+
+    tokens: Tokens
+    seq_len: int
+
+    @property
+    def num_sequences(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_len)
+
+    def rows(self, indices: Sequence[int] | Indices) -> MicroBatch:
+        """The sequences at indices as one micro batch (len(indices), seq_len)."""
+        starts = np.asarray(indices, dtype=np.int64)[:, None] * self.seq_len
+        block = torch.from_numpy(self.tokens[starts + np.arange(self.seq_len + 1)].astype(np.int64))
+        labels = block[:, 1:].contiguous()
+        return MicroBatch(block[:, :-1].contiguous(), labels, labels.numel())
+
+    def spread(self, count: int) -> Indices:
+        """Indices of count sequences (all, when there are fewer) spread evenly over the text."""
+        count = min(count, self.num_sequences)
+        return np.arange(count, dtype=np.int64) * self.num_sequences // max(count, 1)
+
+
+def updates_per_epoch(num_sequences: int, sequences_per_update: int) -> int:
+    """Optimizer updates in one pass: the last one may be short, and is still an update."""
+    return ceil(num_sequences / sequences_per_update)
+
+
+def windows(
+    data: PackedTokens, micro_batch_size: int, accumulation_steps: int, position: Position, seed: int
+) -> Iterator[tuple[list[MicroBatch], Position]]:
+    """Micro batches of one update after another, without end, each with the position after it.
+
+    The order of an epoch is a function of seed and epoch. The last window of an epoch has what is left; it never
+    reaches into the next.
+    """
+    per_update = micro_batch_size * accumulation_steps
+    epoch, index = position.epoch, position.index
+    while True:
+        order = np.random.default_rng([seed, epoch]).permutation(data.num_sequences)
+        while index < len(order):
+            chosen = order[index : index + per_update]
+            index += len(chosen)
+            after = Position(epoch, index) if index < len(order) else Position(epoch + 1, 0)
+            yield [data.rows(chosen[i : i + micro_batch_size]) for i in range(0, len(chosen), micro_batch_size)], after
+        epoch, index = epoch + 1, 0
+
+
+def unigram_loss(train: PackedTokens, held_out: PackedTokens, indices: Indices, vocab_size: int) -> float:
+    """Cross entropy (nats per token) of the held-out labels at indices under the token frequencies of train.
+
+    Frequencies are smoothed by adding one to each count, so a token never seen in training costs a finite loss.
+    """
+    counts = np.ones(vocab_size, dtype=np.int64)
+    for start in range(0, len(train.tokens), 2**22):  # bincount copies its input to int64: a piece at a time
+        counts += np.bincount(train.tokens[start : start + 2**22], minlength=vocab_size)
+    log_probabilities = np.log(counts / counts.sum())
+    total, num_tokens = 0.0, 0
+    for index in indices:
+        labels = held_out.rows([int(index)]).labels.numpy()
+        total += float(log_probabilities[labels].sum())
+        num_tokens += labels.size
+    return -total / num_tokens

@@ -1,0 +1,170 @@
+"""Recipe: everything a run is asked to do, as frozen and checked data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+from trainfit.errors import RecipeError
+from trainfit.hardware import Precision
+from trainfit.units import parse_bytes, parse_count
+
+PYTHON_STDLIB = "python-stdlib"
+MIN_VOCAB_SIZE = 257  # 256 byte values and the end-of-text token
+
+PositiveInt = Annotated[int, Field(strict=True, ge=1, le=10**9)]
+NaturalInt = Annotated[int, Field(strict=True, ge=0, le=10**9)]
+Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+NumBytes = Annotated[int, BeforeValidator(parse_bytes)]
+Count = Annotated[int, BeforeValidator(parse_count)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TokenizerSettings(_Section):
+    """A byte-level BPE of vocab_size tokens trained on the text, or the tokenizer.json at path.
+
+    end_of_text: the token put after each document; None looks for the usual names.
+    """
+
+    vocab_size: Annotated[int, Field(strict=True, ge=MIN_VOCAB_SIZE, le=2**20)] | None = None
+    path: str | None = None
+    end_of_text: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizerSettings:
+        if (self.vocab_size is None) == (self.path is None):
+            raise RecipeError("data.tokenizer needs either vocab_size (4096 trains one) or path (of a tokenizer.json)")
+        return self
+
+
+class DataSettings(_Section):
+    """Where the text is and how it becomes tokens.
+
+    paths: text files, .jsonl files, folders, or "python-stdlib"; relative to the recipe's folder.
+    patterns: which files of a folder are read. text_key: the key that holds the text in a line of JSONL.
+    max_bytes: a fixed random choice of documents up to this size; None takes all.
+    """
+
+    paths: tuple[str, ...]
+    patterns: tuple[str, ...] = ("*.txt", "*.md", "*.jsonl")
+    text_key: str = "text"
+    max_bytes: NumBytes | None = None
+    held_out_fraction: Annotated[float, Field(gt=0, le=0.5, allow_inf_nan=False)] = 0.02
+    tokenizer: TokenizerSettings = TokenizerSettings(vocab_size=4096)
+
+    @field_validator("paths", "patterns", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        if value == "" or value == []:
+            raise RecipeError("it must name at least one; paths take files, folders or python-stdlib")
+        return (value,) if isinstance(value, str) else value
+
+
+class OptimizerSettings(_Section):
+    """AdamW. learning_rate is the peak of the schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 3e-4
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.1
+
+
+class ScheduleSettings(_Section):
+    """Linear warm-up over warmup_steps updates, then a cosine down to min_ratio of the peak."""
+
+    warmup_steps: NaturalInt = 0
+    min_ratio: Ratio = 0.1
+
+
+class EvaluationSettings(_Section):
+    """Held-out loss after every `every` updates and at the end, over `batches` batches of tokens_per_step tokens."""
+
+    every: PositiveInt = 100
+    batches: PositiveInt = 4
+
+
+class SaveSettings(_Section):
+    """A checkpoint after every `every` updates and at the end; the last `keep` stay."""
+
+    every: PositiveInt = 500
+    keep: PositiveInt = 2
+
+
+class Recipe(_Section):
+    """One training run. memory None means all that the device has; steps None means `epochs` passes over the text."""
+
+    model: str | dict[str, Any]
+    data: DataSettings
+    seq_len: Annotated[int, Field(strict=True, ge=1, le=2**24)]
+    tokens_per_step: Count
+    memory: NumBytes | None = None
+    steps: PositiveInt | None = None
+    epochs: PositiveInt | None = None
+    precision: Precision = "fp32"
+    may_change: tuple[Literal["precision"], ...] = ()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
+    evaluation: EvaluationSettings = EvaluationSettings()
+    save: SaveSettings = SaveSettings()
+    run_folder: str
+    device: str = "this"
+
+    _folder: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _name_or_config(cls, value: object) -> object:
+        if isinstance(value, str) and value:
+            return value
+        if isinstance(value, Mapping) and isinstance(value.get("model_type"), str):
+            return dict(value)
+        raise RecipeError("it must be a built-in name, the path of a config.json, or a config with its model_type")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if (self.steps is None) == (self.epochs is None):
+            both = f"steps {self.steps} and epochs {self.epochs} are both set; keep one"
+            raise RecipeError(both if self.steps else "steps is missing; set steps or epochs")
+        if self.tokens_per_step < self.seq_len:
+            raise RecipeError(
+                f"tokens_per_step {self.tokens_per_step} is less than one sequence of {self.seq_len} tokens; "
+                f"set tokens_per_step to {self.seq_len} or more, or lower seq_len"
+            )
+        if self.steps is not None and self.schedule.warmup_steps > self.steps:
+            raise RecipeError(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} is more than steps {self.steps}; lower it"
+            )
+        return self
+
+    def located(self, folder: Path) -> Recipe:
+        """This recipe with the folder that its relative paths start from."""
+        self._folder = folder
+        return self
+
+    def resolve(self, path: str) -> Path:
+        """A path of the recipe as this process can open it."""
+        return self._folder / Path(path).expanduser()
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in one optimizer step, as near tokens_per_step as whole sequences come without passing it."""
+        return self.tokens_per_step // self.seq_len
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values with paths as they were written, so that a moved folder is still the same recipe."""
+        return self.model_dump(mode="json")
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits that checkpoints and reports cite."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,196 @@
+"""Run: the state of a training run between its updates, and what happens at each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from trainfit.errors import TrainfitError
+from trainfit.hardware import Accelerator
+from trainfit.profile import Profile
+from trainfit.step import StepResult, TrainStep
+from trainfit.train.checkpoint import RunState, save_checkpoint
+from trainfit.train.data import TextData
+from trainfit.train.evaluate import held_out_loss
+from trainfit.train.events import Evaluated, Event, Interrupted, Saved, StepDone, TrainReport
+from trainfit.train.metrics import MetricsWriter
+from trainfit.train.packing import Indices, Position, windows
+from trainfit.train.recipe import Recipe
+from trainfit.train.run_folder import RunFolder
+from trainfit.train.schedule import learning_rate_at
+from trainfit.workload.batch import MicroBatch
+
+OnEvent = Callable[[Event], None]
+MeasureUpdate = Callable[[Callable[[], StepResult]], Profile]
+"""Runs one update and gives its Profile."""
+
+_MEASURED_UPDATE = 2  # of this process: the first warms caches and, on a device, compiles kernels
+
+
+class Run:
+    """One run in progress. step_number, position and tokens say how far it is; checkpoints hold the same three."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        step: TrainStep,
+        data: TextData,
+        accelerator: Accelerator,
+        folder: RunFolder,
+        steps: int,
+        plan_hash: str,
+        on_event: OnEvent,
+    ) -> None:
+        """steps: updates of the whole run."""
+        self.recipe, self.step, self.data, self.accelerator = recipe, step, data, accelerator
+        self.folder, self.steps, self.plan_hash, self.on_event = folder, steps, plan_hash, on_event
+        self.step_number, self.position, self.tokens = 0, Position(), 0
+        self.measured: Profile | None = None
+        self.measured_peak_bytes: int | None = None
+        self.checkpoint: Path | None = None
+        self.last_loss: float | None = None
+        self.last_held_out_loss: float | None = None
+        self._updates = 0  # of this process, unlike step_number
+        self._seconds, self._timed_tokens, self._timed_seconds = 0.0, 0, 0.0
+
+    @property
+    def held_out_indices(self) -> Indices:
+        """The held-out sequences of every evaluation: the same ones whatever the strategy."""
+        return self.data.held_out.spread(self.recipe.evaluation.batches * self.recipe.sequences_per_step)
+
+    def go(self, metrics: MetricsWriter, stop: Callable[[], bool], measure_update: MeasureUpdate | None) -> bool:
+        """Updates until the last, or until stop() after one. Returns whether it was stopped before the last."""
+        strategy = self.step.strategy
+        source = windows(
+            self.data.train, strategy.micro_batch_size, strategy.accumulation_steps, self.position, self.recipe.seed
+        )
+        stopped = stop()
+        while self.step_number < self.steps and not stopped:
+            window, position = next(source)
+            done = self._update(window, measure_update)
+            self.step_number, self.position = done.step, position
+            values = {name: value for name, value in asdict(done).items() if name not in ("step", "steps", "epoch")}
+            metrics.write(done.step, values)
+            self.on_event(done)
+            stopped = stop() and self.step_number < self.steps
+            if stopped:
+                self.on_event(Interrupted(self.step_number))
+            elif self._due(self.recipe.evaluation.every):
+                self._evaluate(metrics)
+            if stopped or self._due(self.recipe.save.every):
+                self._save()
+        if measure_update is None and self._updates >= _MEASURED_UPDATE:
+            self.measured_peak_bytes = self.accelerator.memory.peak_bytes()
+        return stopped
+
+    def _due(self, every: int) -> bool:
+        return self.step_number % every == 0 or self.step_number == self.steps
+
+    def _update(self, window: list[MicroBatch], measure_update: MeasureUpdate | None) -> StepDone:
+        optimizer = self.recipe.optimizer
+        rate = learning_rate_at(self.step_number, self.steps, optimizer.learning_rate, self.recipe.schedule)
+        for group in self.step.optimizer.param_groups:
+            group["lr"] = rate
+        began = time.perf_counter()
+        result = self._run_step(window, measure_update)
+        loss = float(result.loss)  # waits for the device, so the clock stops after the update and not before
+        norm = None if result.gradient_norm is None else float(result.gradient_norm)
+        seconds = time.perf_counter() - began
+        self._check_finite(result, loss, norm, rate)
+        self._count(result.num_tokens, seconds)
+        return StepDone(
+            step=self.step_number + 1,
+            steps=self.steps,
+            epoch=self.position.epoch,
+            loss=loss,
+            learning_rate=rate,
+            gradient_norm=norm,
+            tokens=self.tokens,
+            tokens_per_second=result.num_tokens / seconds,
+            step_seconds=seconds,
+            memory_bytes=self.accelerator.memory.current_bytes(),
+        )
+
+    def _run_step(self, window: list[MicroBatch], measure_update: MeasureUpdate | None) -> StepResult:
+        self._updates += 1
+        if self._updates != _MEASURED_UPDATE:
+            return self.step(window)
+        if measure_update is None:
+            self.accelerator.memory.reset_peak()
+            return self.step(window)
+        results: list[StepResult] = []
+
+        def update() -> StepResult:
+            results.append(self.step(window))
+            return results[-1]
+
+        self.measured = measure_update(update)
+        assert len(results) == 1, f"measure_update ran the update {len(results)} times; it must run it once"
+        self.measured_peak_bytes = self.measured.peak_bytes
+        return results[0]
+
+    def _check_finite(self, result: StepResult, loss: float, norm: float | None, rate: float) -> None:
+        if result.skipped or (isfinite(loss) and (norm is None or isfinite(norm))):
+            self.last_loss = loss if isfinite(loss) else self.last_loss
+            return
+        before = "none" if self.last_loss is None else f"{self.last_loss:.3f}"
+        saved = f"{self.checkpoint} is from before it" if self.checkpoint else "nothing is saved yet"
+        raise TrainfitError(
+            f"training diverged at step {self.step_number + 1}: loss {loss:g}, gradient norm {norm}, learning rate "
+            f"{rate:.2e} (loss of the step before: {before}; {saved}); lower optimizer.learning_rate or raise "
+            "schedule.warmup_steps"
+        )
+
+    def _count(self, num_tokens: int, seconds: float) -> None:
+        self.tokens += num_tokens
+        self._seconds += seconds
+        # The first updates are slow (warm-up, measuring) and would hide what the rest of the run does.
+        if self._updates > _MEASURED_UPDATE:
+            self._timed_tokens += num_tokens
+            self._timed_seconds += seconds
+
+    def _evaluate(self, metrics: MetricsWriter) -> None:
+        batch_size = self.step.strategy.micro_batch_size
+        loss = held_out_loss(self.step.evaluate, self.data.held_out, self.held_out_indices, batch_size)
+        self.last_held_out_loss = loss
+        metrics.write(self.step_number, {"held_out_loss": loss})
+        self.on_event(Evaluated(self.step_number, loss))
+
+    def _save(self) -> None:
+        recipe = self.recipe
+        state = RunState(self.step_number, self.position, self.tokens, recipe.to_json(), recipe.hash, self.plan_hash)
+        rng = self.accelerator.rng.get_state()
+        try:
+            self.checkpoint = save_checkpoint(
+                self.folder.checkpoints, state, self.step.model, self.step.optimizer, rng, keep=recipe.save.keep
+            )
+        except (OSError, SafetensorError) as error:
+            raise TrainfitError(
+                f"cannot save step {self.step_number} to {self.folder.checkpoints} ({error}); free some space there; "
+                f"the last checkpoint is {self.checkpoint or 'not there'}"
+            ) from error
+        self.on_event(Saved(self.step_number, self.checkpoint))
+
+    def report(self, *, interrupted: bool, unigram_loss: float, total_seconds: float) -> TrainReport:
+        """What the run came to."""
+        return TrainReport(
+            run_folder=self.folder.path,
+            steps=self.step_number,
+            planned_steps=self.steps,
+            interrupted=interrupted,
+            final_loss=self.last_loss,
+            held_out_loss=None if interrupted else self.last_held_out_loss,
+            unigram_loss=unigram_loss,
+            tokens=self.tokens,
+            tokens_per_second=self._timed_tokens / self._timed_seconds if self._timed_seconds else 0.0,
+            seconds=self._seconds,
+            total_seconds=total_seconds,
+            measured_peak_bytes=self.measured_peak_bytes,
+            measured=self.measured,
+            checkpoint=self.checkpoint,
+        )

@@ -1,0 +1,95 @@
+"""RunFolder: where a run keeps plan.json, recipe.json, data/, metrics, checkpoints/ and summary.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainfit.errors import RecipeError, ResumeError
+from trainfit.train.checkpoint import CHECKPOINTS_FOLDER, list_checkpoints
+from trainfit.train.metrics import METRICS_FILE, TENSORBOARD_FOLDER
+
+SUMMARY_FILE = "summary.json"
+_OF_ONE_RUN = (
+    "plan.json",
+    "recipe.json",
+    METRICS_FILE,
+    TENSORBOARD_FOLDER,
+    CHECKPOINTS_FOLDER,
+    SUMMARY_FILE,
+    "report.html",
+)
+
+
+class RunFolder:
+    """A run's folder, checked to be writable before anything long begins."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the folder where it is missing. Raises RecipeError when it cannot be written to."""
+        self.path = path
+        self._made = [parent for parent in (path, *path.parents) if not parent.exists()]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / f".partial-probe-{os.getpid()}"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise RecipeError(f"cannot write to run_folder {path} ({error.strerror}); set run_folder=") from None
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS_FOLDER
+
+    def latest_checkpoint(self) -> Path:
+        """Raises ResumeError when there is none."""
+        if not (found := list_checkpoints(self.checkpoints)):
+            raise ResumeError(f"{self.path} has no checkpoint to resume from; leave out --resume or set run_folder=")
+        return found[-1]
+
+    def refuse_unfinished(self) -> None:
+        """Raises ResumeError when the folder holds a run that can go on: nobody loses one by forgetting --resume."""
+        found = list_checkpoints(self.checkpoints)
+        if found and not (self.path / SUMMARY_FILE).exists():
+            raise ResumeError(
+                f"{self.path} holds an unfinished run, saved at {found[-1].name}; go on with --resume, "
+                "or start anew in another run_folder="
+            )
+
+    def archive(self) -> Path | None:
+        """Moves an earlier run to earlier-N/ and returns that folder; data/ stays, to be used again."""
+        present = [name for name in _OF_ONE_RUN if (self.path / name).exists()]
+        if not present:
+            return None
+        number = 1
+        while (archive := self.path / f"earlier-{number}").exists():
+            number += 1
+        archive.mkdir()
+        for name in present:
+            (self.path / name).rename(archive / name)
+        return archive
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Writes name whole or not at all."""
+        partial = self.path / f".partial-{name}"
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, self.path / name)
+
+    def begin(self, plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+        """Writes what this run is about to do; a summary of an earlier part of it no longer holds."""
+        self.write_json("plan.json", plan)
+        self.write_json("recipe.json", recipe)
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+
+    def undo(self) -> None:
+        """Removes folders that this object made and that hold nothing: a run that never began leaves no trace."""
+        for folder in self._made:
+            if folder.exists() and not any(folder.iterdir()):
+                shutil.rmtree(folder)

@@ -1,0 +1,78 @@
+"""Workload: what is trained, and how its model is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.errors import ModelError, RecipeError
+from trainfit.workload.anatomy import Anatomy, dissect
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """The optimizer's constants; the schedule scales learning_rate."""
+
+    learning_rate: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model factory with its data shape, loss and optimizer. A factory, because sharding replaces parameters.
+
+    make_model: a new model with fp32 parameters on the current default device; works under FakeTensorMode and
+        torch.device("meta"). It draws from the global random generator, so seed first.
+    max_seq_len: positions the model has, None if it does not say.
+    loss: None for token cross entropy, else loss(output, labels) -> SUM over the valid labels.
+    Raises RecipeError if seq_len is below 1 or above max_seq_len, ModelError if vocab_size is below 1.
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    vocab_size: int
+    max_seq_len: int | None
+    seq_len: int
+    optimizer: AdamWSettings = AdamWSettings()
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    _cache: dict[str, Anatomy] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ModelError(f"vocab_size of {self.name} is {self.vocab_size}; it must be at least 1")
+        if self.seq_len < 1:
+            raise RecipeError(f"seq_len is {self.seq_len}; it must be at least 1")
+        if self.max_seq_len is not None and self.seq_len > self.max_seq_len:
+            raise RecipeError(
+                f"seq_len is {self.seq_len}, but {self.name} has {self.max_seq_len} positions;"
+                f" use seq_len={self.max_seq_len} or less"
+            )
+
+    def anatomy(self) -> Anatomy:
+        """Where blocks, embedding, head and ties are. Built on meta at the first call, then kept.
+
+        Raises ModelError if the model cannot be built.
+        """
+        if "anatomy" not in self._cache:
+            self._cache["anatomy"] = dissect(self._meta_model(), vocab_size=self.vocab_size)
+        return self._cache["anatomy"]
+
+    def with_seq_len(self, seq_len: int) -> Workload:
+        other = replace(self, seq_len=seq_len)
+        other._cache.update(self._cache)
+        return other
+
+    def _meta_model(self) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                return self.make_model()
+        except ModelError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ModelError(f"{self.name} cannot be built: {reason}; check its sizes in the config") from error
