@@ -2,5 +2,6 @@
 
 from trainfit.rehearsal.measure import RecordedRun, measure
 from trainfit.rehearsal.rehearse import rehearse
+from trainfit.rehearsal.verify import VerifyReport, verify
 
-__all__ = ["RecordedRun", "measure", "rehearse"]
+__all__ = ["RecordedRun", "VerifyReport", "measure", "rehearse", "verify"]

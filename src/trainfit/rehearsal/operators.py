@@ -14,6 +14,11 @@ from torch.utils.flop_counter import flop_registry
 from trainfit.profile import Precision
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
+# Where the query and is_causal stand among the arguments, and how many matmuls over the scores the kernel does.
+_HOST_ATTENTION: Mapping[Any, tuple[int, int, int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 4, 2),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7, 5),
+}
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _DTYPES: Mapping[torch.dtype, Precision] = {
     torch.float32: "fp32",
@@ -72,12 +77,23 @@ class OperatorCost:
             return 0.0
         tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
         traffic = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / self.bytes_per_second
-        arithmetic = 0.0
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            precision = _DTYPES.get(tensors[0].dtype, "fp32")
-            rate = self.flops_per_second.get(precision) or min(self.flops_per_second.values())
-            arithmetic = count(*args, **kwargs, out_val=output) / rate
-        return self.launch_seconds + max(traffic, arithmetic)
+        precision = _DTYPES.get(tensors[0].dtype, "fp32") if tensors else "fp32"
+        rate = self.flops_per_second.get(precision) or min(self.flops_per_second.values())
+        return self.launch_seconds + max(traffic, _flops(func, args, kwargs, output) / rate)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
+    """Multiplications and additions; PyTorch's own counts, and those of operators it has none for."""
+    if (count := flop_registry.get(func._overloadpacket)) is not None:
+        return float(count(*args, **kwargs, out_val=output))
+    if func is _GROUPED_MM:
+        return 2.0 * args[0].numel() * args[1].shape[-1]
+    if func in _HOST_ATTENTION:
+        query_at, causal_at, matmuls = _HOST_ATTENTION[func]
+        batch, heads, length, dim = args[query_at].shape
+        causal = kwargs.get("is_causal", len(args) > causal_at and args[causal_at])
+        return 2.0 * matmuls * batch * heads * length * args[query_at + 1].shape[2] * dim * (0.5 if causal else 1.0)
+    return 0.0
 
 
 _FREE = frozenset(

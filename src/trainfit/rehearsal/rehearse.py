@@ -28,13 +28,19 @@ def rehearse(
 ) -> Profile:
     """Bytes and seconds of one optimizer step, from the step itself.
 
-    micro_batches may hold fake or meta-free CPU tensors of other shapes than the strategy's; by default every micro batch is
-    full: (micro_batch_size, seq_len). Optimizer states exist from the start, so the first step is like any other.
+    By default every micro batch is full: (micro_batch_size, seq_len). Of a full window only the last micro batch runs, on
+    gradients that the others have left: no earlier one needs as much, and each takes as long. micro_batches, of any shapes,
+    all run. Optimizer states exist from the start, so the first step is like any other.
     """
     with fake_tensors():
         step = build_step(workload, strategy, accelerator("cpu"), max_grad_norm=max_grad_norm)
-        batches = micro_batches or full_window(workload, strategy)
-        return watch_step(step, batches, hardware)
+        if micro_batches is not None:
+            return watch_step(step, micro_batches, hardware)
+        window = full_window(workload, strategy)
+        if len(window) > 1:
+            for parameter in step.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        return watch_step(step, window[-1:], hardware, waiting=window[:-1])
 
 
 @contextmanager
@@ -53,8 +59,10 @@ def full_window(workload: Workload, strategy: Strategy) -> list[MicroBatch]:
     ]
 
 
-def watch_step(step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware) -> Profile:
-    """Run one step under a tracker."""
+def watch_step(
+    step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware, *, waiting: Sequence[MicroBatch] = ()
+) -> Profile:
+    """Run one step under a tracker. waiting: micro batches of the window that do not run again, but take memory and time."""
     tracker = StorageTracker(
         rounding=hardware.spec.allocation_granularity,
         cost=operator_cost(hardware),
@@ -62,12 +70,13 @@ def watch_step(step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardwar
     )
     tracker.register(resident_parameters(step), "parameters")
     tracker.register(optimizer_states(step), "optimizer")
-    tracker.register((tensor for batch in batches for tensor in (batch.inputs, batch.labels)), "activations")
+    tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
+    tracker.register((tensor for batch in (*batches, *waiting) for tensor in (batch.inputs, batch.labels)), "activations")
     name_gradients(step, tracker)
     with tracker:
         step.observer = tracker.observe
         step(batches)
-    return tracker.profile()
+    return tracker.profile(repeats=1 + len(waiting))
 
 
 def name_gradients(step: TrainStep, tracker: StorageTracker) -> None:

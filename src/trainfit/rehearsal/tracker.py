@@ -126,8 +126,13 @@ class StorageTracker(TorchDispatchMode):
     def live_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes, _ in self._live.values())
 
-    def profile(self) -> Profile:
-        """What was seen since the tracker was made, as a Profile."""
+    def peak_bytes(self, *, start: int = 0) -> int:
+        """The most that was live since the events were last cleared; start is what was live then."""
+        return start + _replay(in_place_additions(self.events))[1].total
+
+    def profile(self, *, repeats: int = 1) -> Profile:
+        """What was seen since the tracker was made, as a Profile. repeats: how often all phases but the optimizer run."""
+        seconds = {phase: value * (1 if phase == "optimizer" else repeats) for phase, value in self.seconds.items()}
         events = in_place_additions(self.events)
         phases, peak = _replay(events)
         assert peak.event is not None
@@ -138,8 +143,8 @@ class StorageTracker(TorchDispatchMode):
             phases=phases,
             categories=self._categories(events, peak.position),
             resident_bytes=self.live_bytes(),
-            step_seconds=sum(self.seconds.values()),
-            phase_seconds=dict(self.seconds),
+            step_seconds=sum(seconds.values()),
+            phase_seconds=seconds,
         )
 
     def _categories(self, events: list[Event], position: int) -> dict[Category, int]:

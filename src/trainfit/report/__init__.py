@@ -1,0 +1,22 @@
+"""What people see: Rich renderables of profiles, plans and comparisons. Nothing here prints."""
+
+from trainfit.report.compare import Comparison, compare, comparison_view
+from trainfit.report.device_view import devices_table
+from trainfit.report.pieces import facts, memory_bars
+from trainfit.report.plan_view import alternatives_table, plan_view
+from trainfit.report.profile_view import profile_view, strategy_line
+from trainfit.report.verify_view import verify_view
+
+__all__ = [
+    "Comparison",
+    "alternatives_table",
+    "compare",
+    "comparison_view",
+    "devices_table",
+    "facts",
+    "memory_bars",
+    "plan_view",
+    "profile_view",
+    "strategy_line",
+    "verify_view",
+]

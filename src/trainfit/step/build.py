@@ -23,6 +23,15 @@ def build_step(
     model: nn.Module | None = None,
 ) -> TrainStep:
     """Make the model on the accelerator (or take the one given) and apply every technique that the strategy sets."""
+    build = prepare(workload, accelerator, model)
+    for technique in TECHNIQUES:
+        if (setting := getattr(strategy, technique.setting)) is not None:
+            technique.apply(build, setting)
+    return TrainStep(build, strategy, max_grad_norm=max_grad_norm)
+
+
+def prepare(workload: Workload, accelerator: Accelerator, model: nn.Module | None = None) -> Build:
+    """The model taken apart, with no technique applied: what plain training would run."""
     if model is None:
         with accelerator.device:
             model = workload.make_model()
@@ -31,11 +40,7 @@ def build_step(
     split: HeadSplit | str = "the model has a loss of its own"
     if workload.loss is None:
         split = split_head(model, anatomy)
-    build = Build(workload, accelerator, model, anatomy, split, compute_loss=_whole_loss(workload, model, split))
-    for technique in TECHNIQUES:
-        if (setting := getattr(strategy, technique.setting)) is not None:
-            technique.apply(build, setting)
-    return TrainStep(build, strategy, max_grad_norm=max_grad_norm)
+    return Build(workload, accelerator, model, anatomy, split, compute_loss=_whole_loss(workload, model, split))
 
 
 def _whole_loss(workload: Workload, model: nn.Module, split: HeadSplit | str) -> LossFunction:

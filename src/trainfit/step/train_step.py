@@ -57,7 +57,12 @@ class TrainStep:
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step. Raises DataError if no label in the window is valid."""
-        loss, num_tokens = self.accumulate(micro_batches)
+        try:
+            loss, num_tokens = self.accumulate(micro_batches)
+        except BaseException:
+            # Half a window (out of memory, an interrupt) must not be added to the next one.
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
         self._observe("optimizer")
         norm = None
         if self.max_grad_norm is not None:

@@ -48,6 +48,15 @@ def ignore_phase(phase: Any) -> None:
     """The observer of a step that nobody watches."""
 
 
+def auto_chunks(tokens: int, vocab_size: int, dim: int) -> int:
+    """The fewest pieces whose fp32 logits take no more bytes than fp32 hidden states of the whole micro batch.
+
+    A piece then weighs as much as one saved activation, and more pieces would only make matmuls smaller.
+    tokens: of a micro batch. dim: width of the hidden states.
+    """
+    return max(1, min(tokens, -(-vocab_size // dim)))
+
+
 class ChunkedLoss:
     """Head and loss in `loss_chunks` pieces."""
 
@@ -79,7 +88,8 @@ def chunked_loss(split: HeadSplit, hidden: Tensor, labels: Tensor, num_chunks: i
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     num_chunks = min(num_chunks, labels.numel())
-    parameters = split.parameters()
+    # Without grad mode nobody will ask for gradients, but parameters would still say that they want them.
+    parameters = split.parameters() if torch.is_grad_enabled() else []
     piece = _linear_piece(split.linear, hidden) if split.linear is not None else _general_piece(split)
     loss: Tensor = _ChunkedLoss.apply(hidden, labels, num_chunks, scale, piece, *parameters)  # type: ignore[no-untyped-call]
     return loss

@@ -20,13 +20,12 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.errors import RecomputeError
 
@@ -121,7 +120,8 @@ class Region:
         self.plan = plan
         self.inputs = tree_map_only(Tensor, _detached, (args, kwargs))
         self.input_versions = _versions(self.inputs)
-        self.random_state: tuple[Tensor, ...] | None = plan.random.get_state()
+        # A rehearsal draws no numbers, and the states would come out fake.
+        self.random_state = None if _any_fake(self.inputs) else plan.random.get_state()
         self.autocasts = {kind: _Autocast.now(kind) for kind in {plan.device_type, "cpu"}}
         self.slots: list[weakref.ref[_Slot]] = []
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
@@ -141,7 +141,7 @@ class Region:
             plan.needs_mode = False  # nothing to keep or guard was seen: later calls go without the mode
         if buffers != _buffer_versions(plan.block):
             plan.writes_buffers = True
-        if _equal(self.random_state, plan.random.get_state()):
+        if self.random_state is not None and _equal(self.random_state, plan.random.get_state()):
             self.random_state = None  # nothing random ran: recompute need not touch the generators
         while self.kept and self.kept[-1].slots_before == len(self.slots):
             self.kept.pop()  # recompute stops before these would be asked for
@@ -322,13 +322,12 @@ def _versions(tree: Any) -> tuple[int, ...]:
     return tuple(versions)
 
 
-def _equal(first: tuple[Tensor, ...] | None, second: tuple[Tensor, ...]) -> bool:
-    """Fake states have no values and need no restoring: a rehearsal draws no numbers."""
-    states = (*(first or ()), *second)
-    if any(isinstance(state, FakeTensor) for state in states):
-        return True
-    # By numpy, since under a fake mode torch.equal would answer for fake tensors even when these are real.
-    return all(np.array_equal(one.numpy(), other.numpy()) for one, other in zip(first or (), second))
+def _any_fake(tree: Any) -> bool:
+    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(tree))
+
+
+def _equal(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second))
 
 
 def _buffer_versions(block: nn.Module) -> dict[str, tuple[int, int]]:

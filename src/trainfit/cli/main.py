@@ -1,0 +1,96 @@
+"""The trainfit command: its verbs, and the one place where failures become exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from trainfit import __version__
+from trainfit.cli.console import debugging, print_error
+from trainfit.cli.devices import devices
+from trainfit.cli.failure import explain
+from trainfit.cli.measure import measure
+from trainfit.cli.rehearse import rehearse
+
+app = typer.Typer(
+    name="trainfit",
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb in (rehearse, measure, devices):
+    app.command()(verb)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"trainfit {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Make a PyTorch training run fit the memory it has, and know beforehand that it does.
+
+    Exit codes: 0, 1 (failed), 2 (bad input). TRAINFIT_DEBUG=1 shows tracebacks and warnings.
+    """
+
+
+def run() -> None:
+    """Entry of the trainfit command."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one verb and give its exit code; a failure is one line on stderr."""
+    try:
+        with _quiet():
+            return _invoke(list(arguments) or ["--help"])
+    except BrokenPipeError:
+        # The reader (head, less) has gone; what is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except BaseException as error:
+        if debugging():
+            traceback.print_exc()
+        code, line = explain(error)
+        print_error(line)
+        return code
+
+
+def _invoke(arguments: list[str]) -> int:
+    """Like Click's main(), without its own printing of failures and its own exit."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("trainfit", arguments) as context:
+            code = command.invoke(context)
+            sys.stdout.flush()
+            return int(code or 0)
+    except typer.Exit as leave:
+        return leave.exit_code
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings of libraries between our lines; the variables must be set before the libraries are imported."""
+    if debugging():
+        yield
+        return
+    for name, value in (("TRANSFORMERS_VERBOSITY", "error"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
+        os.environ.setdefault(name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch").setLevel(logging.ERROR)
+        yield

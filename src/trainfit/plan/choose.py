@@ -1,0 +1,177 @@
+"""choose(): search with the fast model, rehearse the best, keep the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from trainfit.errors import RecipeError
+from trainfit.hardware import Hardware
+from trainfit.plan.plan import Alternative, Plan
+from trainfit.plan.search import Candidate, candidates, search
+from trainfit.plan.target import Target
+from trainfit.profile import Profile
+from trainfit.rehearsal.rehearse import rehearse
+from trainfit.rehearsal.trace import Tracer
+from trainfit.step.strategy import Strategy, format_tiers
+from trainfit.units import format_bytes, format_seconds
+from trainfit.workload import Workload
+
+_REHEARSALS = 3  # of candidates that fit, before the fastest of them is chosen
+_ATTEMPTS = 8  # rehearsals in all
+
+Progress = Callable[[str], None]
+
+
+def choose(
+    workload: Workload,
+    hardware: Hardware,
+    target: Target,
+    *,
+    max_grad_norm: float | None = 1.0,
+    on_progress: Progress = lambda message: None,
+) -> Plan:
+    """The fastest strategy whose rehearsal stays within the budget less its margin.
+
+    Plan.fits is False when there is none; the plan then holds the smallest one. Raises DeviceError for a precision that the
+    device lacks and RecipeError for a target of another sequence length than the workload's.
+    """
+    hardware.require(target.precision)
+    if target.seq_len != workload.seq_len:
+        raise RecipeError(f"the target's seq_len is {target.seq_len}, the workload's {workload.seq_len}; make them equal")
+    allowed = target.allowed_bytes(hardware.spec.kind)
+    on_progress("tracing one block")
+    tracer = Tracer(workload, hardware)
+    found = search(tracer, hardware, target, allowed)
+    plain = _plain(tracer, target)
+
+    def exact(candidate: Candidate) -> Profile:
+        on_progress(f"rehearsing {describe(candidate.strategy)}")
+        return rehearse(workload, candidate.strategy, hardware, max_grad_norm=max_grad_norm)
+
+    chosen, profile, rehearsed = _rehearse_best(found, allowed, exact)
+    fits = profile.peak_bytes <= allowed
+    return Plan(
+        fits=fits,
+        budget_bytes=target.budget_bytes,
+        allowed_bytes=allowed,
+        target=target,
+        device=hardware.spec.name,
+        workload=workload.name,
+        strategy=chosen.strategy,
+        predicted=profile,
+        plain=plain,
+        alternatives=tuple(_alternatives(found, rehearsed, chosen, profile, allowed)),
+        reason=_why(chosen, profile, plain, allowed) if fits else _why_not(tracer, profile, target, hardware),
+        notes=_notes(target),
+    )
+
+
+def describe(strategy: Strategy) -> str:
+    """One line that a person can read: "micro batch 4 x 2, 6*full,2*keep, loss in 8 chunks, bf16"."""
+    chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
+    tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
+    size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
+    return f"{size}, {tiers}, {chunks}, {strategy.precision}"
+
+
+def _rehearse_best(
+    found: list[Candidate], allowed: int, exact: Callable[[Candidate], Profile]
+) -> tuple[Candidate, Profile, dict[Strategy, Profile]]:
+    """Rehearse the fastest that should fit; of those that do, take the fastest. Else the smallest of all."""
+    rehearsed: dict[Strategy, Profile] = {}
+    good: list[Candidate] = []
+    for candidate in _varied(candidate for candidate in found if candidate.peak_bytes <= allowed):
+        rehearsed[candidate.strategy] = exact(candidate)
+        if rehearsed[candidate.strategy].peak_bytes <= allowed:
+            good.append(candidate)
+        if len(good) == _REHEARSALS or len(rehearsed) == _ATTEMPTS:
+            break
+    if good:
+        best = min(good, key=lambda candidate: rehearsed[candidate.strategy].step_seconds)
+        return best, rehearsed[best.strategy], rehearsed
+    smallest = min(found, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds))
+    if smallest.strategy not in rehearsed:
+        rehearsed[smallest.strategy] = exact(smallest)
+    return smallest, rehearsed[smallest.strategy], rehearsed
+
+
+def _varied(fitting: Iterator[Candidate]) -> Iterator[Candidate]:
+    """One candidate of each micro batch, precision and number of chunks; the others differ by a block or two."""
+    seen: set[tuple[object, ...]] = set()
+    for candidate in fitting:
+        strategy = candidate.strategy
+        kind = (strategy.micro_batch_size, strategy.precision, strategy.loss_chunks)
+        if kind not in seen:
+            seen.add(kind)
+            yield candidate
+
+
+def _plain(tracer: Tracer, target: Target) -> Alternative:
+    """No technique, the whole step as one micro batch."""
+    every = candidates(tracer, target, target.sequences_per_step, target.precision)
+    whole = next(c for c in every if c.strategy.loss_chunks == 1 and set(c.strategy.tiers) <= {"keep"})
+    return Alternative(whole.strategy, whole.peak_bytes, whole.step_seconds, False, "plain training, no technique")
+
+
+def _alternatives(
+    found: list[Candidate], rehearsed: dict[Strategy, Profile], chosen: Candidate, profile: Profile, allowed: int
+) -> Iterator[Alternative]:
+    """What was rehearsed and lost, and the best of each uniform tier."""
+    uniform: dict[object, Candidate] = {}
+    for candidate in found:
+        tiers = set(candidate.strategy.tiers)
+        if len(tiers) == 1 and (candidate.peak_bytes <= allowed or tiers == {"keep"}):
+            uniform.setdefault(min(tiers), candidate)
+    losers = [candidate for candidate in found if candidate.strategy in rehearsed] + list(uniform.values())
+    for candidate in dict.fromkeys(losers):
+        if candidate.strategy == chosen.strategy:
+            continue
+        known = rehearsed.get(candidate.strategy)
+        peak = known.peak_bytes if known else candidate.peak_bytes
+        seconds = known.step_seconds if known else candidate.step_seconds
+        why = _why_lost(peak, seconds, allowed, profile.step_seconds)
+        yield Alternative(candidate.strategy, peak, seconds, known is not None, why)
+
+
+def _why_lost(peak: int, seconds: float, allowed: int, best_seconds: float) -> str:
+    if peak > allowed:
+        return f"needs {format_bytes(peak - allowed)} more than allowed"
+    return f"{max(0.0, seconds / best_seconds - 1):.1%} slower" if best_seconds else "slower"
+
+
+def _why(chosen: Candidate, profile: Profile, plain: Alternative, allowed: int) -> str:
+    slower = profile.step_seconds / plain.step_seconds - 1 if plain.step_seconds else 0.0
+    return (
+        f"the fastest that stays within {format_bytes(allowed)}: {describe(chosen.strategy)}; "
+        f"its peak of {format_bytes(profile.peak_bytes)} comes in the {profile.peak_phase} phase; "
+        f"plain training needs {format_bytes(plain.peak_bytes)} and would take {abs(slower):.0%} "
+        f"{'less' if slower > 0 else 'more'} time"
+    )
+
+
+def _why_not(tracer: Tracer, profile: Profile, target: Target, hardware: Hardware) -> str:
+    facts = tracer.facts
+    states = facts.parameter_bytes + facts.optimizer_bytes + facts.gradient_bytes
+    allowed = target.allowed_bytes(hardware.spec.kind)
+    needed = int(profile.peak_bytes * target.budget_bytes / allowed) + 1
+    remedy = f"give it {format_bytes(needed)}"
+    if states > allowed:
+        devices = -(-states // allowed) + 1
+        remedy += f", shard it over {devices} or more such devices (not in trainfit yet), or take a smaller model"
+    else:
+        remedy += ", or shorten seq_len"
+    return (
+        f"does not fit: the smallest strategy needs {format_bytes(profile.peak_bytes)} "
+        f"({format_bytes(states)} of it parameters, gradients and optimizer states), "
+        f"{format_bytes(profile.peak_bytes - allowed)} more than the {format_bytes(allowed)} allowed of a budget of "
+        f"{format_bytes(target.budget_bytes)}; {remedy}"
+    )
+
+
+def _notes(target: Target) -> tuple[str, ...]:
+    tokens = target.sequences_per_step * target.seq_len
+    if tokens == target.tokens_per_step:
+        return ()
+    asked = f"{target.tokens_per_step} tokens a step are not a whole number of sequences of {target.seq_len}"
+    return (f"{asked}; the plan takes {target.sequences_per_step} sequences, {tokens} tokens",)

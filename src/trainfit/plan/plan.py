@@ -1,0 +1,101 @@
+"""Plan: a strategy, what it will need, and what lost to it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainfit.errors import RecipeError
+from trainfit.plan.target import Target
+from trainfit.profile import Profile
+from trainfit.step.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A strategy that was not chosen. rehearsed: its figures are exact, not the fast model's."""
+
+    strategy: Strategy
+    peak_bytes: int
+    step_seconds: float
+    rehearsed: bool
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "strategy": self.strategy.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Alternative:
+        return cls(**{**data, "strategy": Strategy.from_json(data["strategy"])})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen and why.
+
+    fits: whether predicted.peak_bytes is within allowed_bytes, the budget less its margin.
+    plain: what training without any technique needs, the whole step as one micro batch.
+    """
+
+    fits: bool
+    budget_bytes: int
+    allowed_bytes: int
+    target: Target
+    device: str
+    workload: str
+    strategy: Strategy
+    predicted: Profile
+    plain: Alternative
+    alternatives: tuple[Alternative, ...]
+    reason: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits of model, device, target and strategy; every run and report cites them."""
+        cited = [self.workload, self.device, self.target.to_json(), self.strategy.to_json()]
+        return hashlib.sha256(json.dumps(cited, sort_keys=True).encode()).hexdigest()[:12]
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented keys of `plan --json`; also what plan.json in a run folder holds."""
+        return {
+            "fits": self.fits,
+            "budget_bytes": self.budget_bytes,
+            "allowed_bytes": self.allowed_bytes,
+            "model": self.workload,
+            "device": self.device,
+            "target": self.target.to_json(),
+            "chosen": {"strategy": self.strategy.to_json(), "predicted": self.predicted.to_json()},
+            "plain": self.plain.to_json(),
+            "alternatives": [alternative.to_json() for alternative in self.alternatives],
+            "reason": self.reason,
+            "notes": list(self.notes),
+            "hash": self.hash,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of to_json. Raises RecipeError if a key is missing or the hash is not that of the content."""
+        try:
+            plan = cls(
+                fits=data["fits"],
+                budget_bytes=data["budget_bytes"],
+                allowed_bytes=data["allowed_bytes"],
+                target=Target.from_json(data["target"]),
+                device=data["device"],
+                workload=data["model"],
+                strategy=Strategy.from_json(data["chosen"]["strategy"]),
+                predicted=Profile(**data["chosen"]["predicted"]),
+                plain=Alternative.from_json(data["plain"]),
+                alternatives=tuple(Alternative.from_json(each) for each in data["alternatives"]),
+                reason=data["reason"],
+                notes=tuple(data["notes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise RecipeError(f"the plan is not one that `trainfit plan --json` wrote: {error}; make it again") from error
+        if plan.hash != data.get("hash"):
+            raise RecipeError(f"the plan says hash {data.get('hash')}, its content {plan.hash}; make it again")
+        return plan

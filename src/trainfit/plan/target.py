@@ -1,0 +1,63 @@
+"""Target: what the user wants, and what a plan may use of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainfit.errors import RecipeError
+from trainfit.hardware import Kind
+from trainfit.profile import PRECISIONS, Precision
+from trainfit.units import format_bytes
+
+MAY_CHANGE = ("precision",)
+
+# Part of the budget that a plan leaves free, and why. Predictions of allocated bytes are exact to 1% on a CPU. A caching
+# allocator reserves more than it hands out: 6 to 15% more in the runs that others have published.
+MARGINS: Mapping[Kind, float] = {"cpu": 0.01, "cuda": 0.10, "npu": 0.10}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the step must do, and what it may take.
+
+    budget_bytes: memory of one device for this run. tokens_per_step: tokens of one optimizer step, padding included.
+    may_change: "precision" allows bf16 where the precision given is fp32.
+    Raises RecipeError for sizes below one and for words that are not known.
+    """
+
+    budget_bytes: int
+    tokens_per_step: int
+    seq_len: int
+    precision: Precision = "fp32"
+    may_change: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("budget_bytes", "tokens_per_step", "seq_len"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.precision not in PRECISIONS:
+            raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
+        if unknown := sorted(self.may_change - set(MAY_CHANGE)):
+            raise RecipeError(f"may_change has {unknown[0]!r}; what may change is {', '.join(MAY_CHANGE)}")
+
+    @property
+    def sequences_per_step(self) -> int:
+        """The nearest whole number of sequences, at least one."""
+        return max(1, round(self.tokens_per_step / self.seq_len))
+
+    def allowed_bytes(self, kind: Kind) -> int:
+        """What a prediction may reach: the budget less the margin."""
+        return int(self.budget_bytes * (1 - MARGINS[kind]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "may_change": sorted(self.may_change)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Target:
+        return cls(**{**data, "may_change": frozenset(data["may_change"])})
+
+    def describe_margin(self, kind: Kind) -> str:
+        margin = self.budget_bytes - self.allowed_bytes(kind)
+        return f"{format_bytes(margin)} ({MARGINS[kind]:.0%}) of it left free"
