@@ -1,7 +1,7 @@
 """Predicted against measured peak of the second step: python benchmarks/prediction.py [family ...]
 
-Eight families, fp32 and bf16, four tier settings, loss chunked or not, accumulation 1 and 3. Prints a table; exits 1 if an
-error is above 1% or the median above 0.3%.
+Eight families, fp32 and bf16, four tier settings, loss chunked or not, accumulation 1 and 3. Prints a table; exits 1
+if an error is above 1% or the median above 0.3%.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tiny_models import TINY_CONFIGS
 
+from tiny_models import TINY_CONFIGS
 from trainfit.hardware import accelerator, this_machine
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, parse_tiers
@@ -27,7 +27,7 @@ LIMIT, MEDIAN_LIMIT = 0.01, 0.003
 
 
 def main(families: list[str]) -> int:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     combinations = list(itertools.product(families, ("fp32", "bf16"), ACTIVATIONS, (1, 4), (1, 3)))
     table = Table("model", "precision", "activation", "chunks", "accum.", "predicted", "measured", "phase", "error %")
     hardware, device = this_machine("cpu"), accelerator("cpu")

@@ -27,7 +27,7 @@ _EXPORTS = {
     "resolve_workload": "trainfit.workload",
     "workload_from_module": "trainfit.workload",
 }
-__all__ = sorted(_EXPORTS)  # noqa: PLE0605
+__all__ = sorted(_EXPORTS)
 __version__ = "0.1.0"
 
 

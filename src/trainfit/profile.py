@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 Phase = Literal["forward", "loss", "backward", "optimizer", "save"]
-Category = Literal[
-    "parameters", "gradients", "optimizer", "activations", "temporary", "communication", "loss"
-]
+Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "communication", "loss"]
 Tier = Literal["keep", "pointwise", "attention", "full"]
 Precision = Literal["fp32", "bf16", "fp16"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -62,3 +60,18 @@ class BlockTrace:
     gradient_bytes: int
     forward_seconds: float
     backward_seconds: float
+
+
+@dataclass(frozen=True)
+class ShellTrace:
+    """A micro batch through the model with nothing in its blocks: embedding, last norm, head and loss.
+
+    All bytes are above what was live before. before_blocks_peak_bytes: the most until the blocks' backward would begin.
+    gradient_bytes: what head and last norm leave behind. after_blocks_peak_bytes: the most while the embedding's backward
+    runs, gradient_bytes included.
+    """
+
+    before_blocks_peak_bytes: int
+    gradient_bytes: int
+    after_blocks_peak_bytes: int
+    seconds: float

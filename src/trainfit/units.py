@@ -60,7 +60,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """"850 us", "12.3 ms", "4.2 s", "3 min 20 s", "2 h 05 min"."""
+    """ "850 us", "12.3 ms", "4.2 s", "3 min 20 s", "2 h 05 min"."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

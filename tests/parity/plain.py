@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiny_models import TINY_CONFIGS
 from torch import Tensor, nn
 
+from tiny_models import TINY_CONFIGS
 from trainfit.hardware import accelerator
 from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
 from trainfit.workload import IGNORED_LABEL, MicroBatch, Workload, workload_from_config

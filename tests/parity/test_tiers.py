@@ -13,10 +13,11 @@ from plain import (
     random_batch,
     tiny_workload,
 )
+
 from tiny_models import TINY_CONFIGS
 
 DROPOUT = {
-    **dict.fromkeys(TINY_CONFIGS, {"attention_dropout": 0.1}),
+    **{family: {"attention_dropout": 0.1} for family in TINY_CONFIGS},
     "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
     "phi3": {"attention_dropout": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
 }

@@ -15,13 +15,14 @@ from torch import nn
 
 import trainfit.train.checkpoint as checkpoint_module
 from trainfit.errors import RecipeError, ResumeError, TrainfitError
-from trainfit.hardware import accelerator
-from trainfit.profile import Profile
-from trainfit.step import StepResult, Strategy
+from trainfit.hardware import accelerator, this_machine
+from trainfit.rehearsal import rehearse
+from trainfit.step import Strategy
 from trainfit.train import (
     Archived,
     Evaluated,
     Interrupted,
+    Measured,
     Preparing,
     Resumed,
     Saved,
@@ -254,7 +255,7 @@ def test_run_folder_has_what_it_promises():
     assert [s.value for s in board.Scalars("loss")] == pytest.approx([line["loss"] for line in updates])
     order = [type(event) for event in events if not isinstance(event, Preparing)]
     step, evaluated, saved = StepDone, Evaluated, Saved
-    expected = [Started, step, step, evaluated, step, saved, step, evaluated, step, step, evaluated, saved]
+    expected = [Started, step, Measured, step, evaluated, step, saved, step, evaluated, step, step, evaluated, saved]
     assert order == expected
     assert report.final_loss == updates[-1]["loss"]
     assert report.held_out_loss < report.unigram_loss + 3  # both in nats per token
@@ -290,19 +291,30 @@ def test_interrupted_run_is_saved_and_not_overwritten():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_second_update_is_measured_once():
-    calls = []
+def test_second_update_is_measured_and_is_what_the_rehearsal_said():
+    recipe, events = make_recipe(), []
+    report = start(recipe, events=events)
+    strategy = Strategy(2, 2, tiers=("keep", "keep"))
+    predicted = rehearse(recipe_workload(recipe), strategy, this_machine("cpu"), max_grad_norm=recipe.max_grad_norm)
+    (measured,) = [event for event in events if isinstance(event, Measured)]
+    assert measured.step == 2
+    assert report.measured is measured.profile
+    assert report.measured_peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.01)
 
-    def measure_update(update):
-        result = update()
-        assert isinstance(result, StepResult)
-        calls.append(result)
-        return Profile(1234, "backward", "", {}, {}, 0)
 
-    report = start(make_recipe(), measure_update=measure_update)
-    assert len(calls) == 1
-    assert calls[0].loss.item() == next(line["loss"] for line in read_metrics(Path("run")) if line["step"] == 2)
-    assert report.measured_peak_bytes == 1234
+def test_measuring_changes_nothing_that_is_learnt():
+    start(make_recipe(run_folder="measured"))
+    report = start(make_recipe(run_folder="not"), measure=False)
+    assert report.measured is None
+    assert losses("not") == losses("measured")
+    assert saved_bytes("not") == saved_bytes("measured")
+
+
+def test_a_run_that_ends_before_its_second_update_has_nothing_measured():
+    report = start(make_recipe(steps=1, schedule={}))
+    assert report.steps == 1
+    assert report.measured is None
+    assert report.measured_peak_bytes is None
 
 
 def test_divergence_stops_with_one_line_that_names_the_step():

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-PLAIN_WIDTH = 100
+MAX_WIDTH = 100
 DEBUG_VARIABLE = "TRAINFIT_DEBUG"
 
 
@@ -33,8 +33,7 @@ def notes() -> Console:
 
 def _console(console: Console) -> Console:
     # Not a terminal: a file or a pipe has no width of its own, and Rich's 80 columns would wrap tables.
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console.width = min(console.width, MAX_WIDTH) if console.is_terminal else MAX_WIDTH
     return console
 
 
@@ -60,4 +59,4 @@ def status(console: Console, what: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     with console.status(escape(what)) as spinner:
-        yield lambda text: spinner.update(escape(text))
+        yield lambda text: spinner.update(escape(text[:1].upper() + text[1:]))

@@ -16,9 +16,14 @@ import typer
 from trainfit import __version__
 from trainfit.cli.console import debugging, print_error
 from trainfit.cli.devices import devices
-from trainfit.cli.failure import explain
+from trainfit.cli.failure import FAILED, explain
 from trainfit.cli.measure import measure
+from trainfit.cli.plan import plan
 from trainfit.cli.rehearse import rehearse
+from trainfit.cli.train import train
+from trainfit.cli.verify import verify
+
+_QUIET_LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
 
 app = typer.Typer(
     name="trainfit",
@@ -26,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (rehearse, measure, devices):
+for verb in (plan, rehearse, train, measure, verify, devices):
     app.command()(verb)
 
 
@@ -61,7 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader (head, less) has gone; what is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return FAILED
+    except SystemExit:  # Rich's answer to the same
+        return FAILED
     except BaseException as error:
         if debugging():
             traceback.print_exc()
@@ -88,7 +95,7 @@ def _quiet() -> Iterator[None]:
     if debugging():
         yield
         return
-    for name, value in (("TRANSFORMERS_VERBOSITY", "error"), ("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "6")):
+    for name, value in _QUIET_LIBRARIES.items():
         os.environ.setdefault(name, value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

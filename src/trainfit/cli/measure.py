@@ -33,7 +33,7 @@ def measure(
     precision: PrecisionOption = None,
     activation: ActivationOption = "keep",
     loss_chunks: LossChunksOption = "1",
-    device: LocalDeviceOption = "this",
+    device: LocalDeviceOption = None,
     steps: StepsOption = 3,
     json: JsonOption = False,
 ) -> int:
@@ -46,21 +46,20 @@ def measure(
     check_range("--steps", steps, 0, MAX_STEPS)
     options = StepOptions(model, seq_len, micro_batch, accumulation, precision, activation, loss_chunks)
     with status(notes(), "Importing torch") as say:
-        from trainfit.cli.setup import local_device, prepare, require_free
+        from trainfit.cli.setup import local_device, open_recipe, prepare, require_free
         from trainfit.rehearsal import measure as run_steps
         from trainfit.rehearsal import rehearse
         from trainfit.report import compare, comparison_view, strategy_line
 
-        here, hardware = local_device(device)
+        recipe = open_recipe(model)
+        here, hardware = local_device(device, recipe)
         say(f"Building {model}")
-        setup = prepare(options, hardware, say)
+        setup = prepare(options, recipe, hardware, say)
         say(f"Rehearsing one step of {setup.workload.name}")
         predicted = rehearse(setup.workload, setup.strategy, hardware, max_grad_norm=setup.max_grad_norm)
         require_free(predicted.peak_bytes, here, "the step")
         say(f"Running {steps + 2} steps of {setup.workload.name}")
-        measured = run_steps(
-            setup.workload, setup.strategy, here, steps=steps, max_grad_norm=setup.max_grad_norm
-        )
+        measured = run_steps(setup.workload, setup.strategy, here, steps=steps, max_grad_norm=setup.max_grad_norm)
     comparison = compare(predicted, measured)
     if json:
         about = {"model": setup.workload.name, "device": hardware.spec.name, "seq_len": setup.workload.seq_len}

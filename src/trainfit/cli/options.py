@@ -29,9 +29,12 @@ ActivationOption = Annotated[
 ]
 LossChunksOption = Annotated[str, typer.Option(metavar="N|auto", help="Pieces in which head and loss are computed.")]
 DeviceOption = Annotated[
-    str, typer.Option(metavar="NAME", help="A device that `trainfit devices` lists; `this` is this machine.")
+    str | None,
+    typer.Option(metavar="NAME", show_default="this machine", help="A device that `trainfit devices` lists."),
 ]
-LocalDeviceOption = Annotated[str, typer.Option(metavar="NAME", help="`this` takes a GPU or NPU if there is one.")]
+LocalDeviceOption = Annotated[
+    str | None, typer.Option(metavar="NAME", show_default="a GPU or NPU if there is one", help="cpu, cuda or npu.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
 
 MAX_SEQ_LEN = 2**24

@@ -25,7 +25,7 @@ def rehearse(
     precision: PrecisionOption = None,
     activation: ActivationOption = "keep",
     loss_chunks: LossChunksOption = "1",
-    device: DeviceOption = "this",
+    device: DeviceOption = None,
     json: JsonOption = False,
 ) -> int:
     """Say what one training step needs: bytes by category and phase, the peak and its place, seconds.
@@ -36,13 +36,14 @@ def rehearse(
     """
     options = StepOptions(model, seq_len, micro_batch, accumulation, precision, activation, loss_chunks)
     with status(notes(), "Importing torch") as say:
-        from trainfit.cli.setup import find_hardware, prepare
+        from trainfit.cli.setup import find_hardware, open_recipe, prepare
         from trainfit.rehearsal import rehearse as run_rehearsal
         from trainfit.report import profile_view, strategy_line
 
-        hardware = find_hardware(device)
+        recipe = open_recipe(model)
+        hardware = find_hardware(device, recipe)
         say(f"Building {model}")
-        setup = prepare(options, hardware, say)
+        setup = prepare(options, recipe, hardware, say)
         say(f"Rehearsing one step of {setup.workload.name}")
         profile = run_rehearsal(setup.workload, setup.strategy, hardware, max_grad_norm=setup.max_grad_norm)
     if json:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import get_args
 
 import torch
 
 from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
-from trainfit.hardware import Accelerator, Hardware, accelerator, find_device, this_machine
+from trainfit.hardware import Accelerator, Hardware, Kind, accelerator, find_device, this_machine
+from trainfit.plan import Plan, Target, choose
 from trainfit.profile import PRECISIONS, Precision
 from trainfit.step import Strategy, parse_tiers
 from trainfit.techniques.chunked_loss import auto_chunks
+from trainfit.train import Recipe, load_recipe, recipe_workload
 from trainfit.units import format_bytes
 from trainfit.workload import Workload, resolve_workload, split_head
 
-if TYPE_CHECKING:
-    from trainfit.plan import Plan, Target
-    from trainfit.train import Recipe
-
 Say = Callable[[str], None]
+THIS = "this"
 
 
 @dataclass(frozen=True)
@@ -35,39 +35,56 @@ class Setup:
     notes: tuple[str, ...] = ()
 
 
-def is_recipe(model: str) -> bool:
-    return Path(model).suffix.lower() in (".yaml", ".yml")
+def open_recipe(model: str) -> Recipe | None:
+    """The recipe when MODEL is the path of one, by its ending."""
+    return load_recipe(model) if Path(model).suffix.lower() in (".yaml", ".yml") else None
 
 
-def find_hardware(name: str, count: int = 1) -> Hardware:
-    """A device of the catalogue, or of this machine by `this` or its kind."""
-    if name in ("cuda", "npu"):
+def find_hardware(name: str | None, recipe: Recipe | None = None, count: int = 1) -> Hardware:
+    """A device of the catalogue, or of this machine by `this` or its kind; unsaid, the recipe's or this machine's."""
+    name = name or (recipe.device if recipe else THIS)
+    if name in get_args(Kind):
         return Hardware(this_machine(name).spec, count)  # type: ignore[arg-type]
     return find_device(name, count)
 
 
-def local_device(name: str) -> tuple[Accelerator, Hardware]:
+def local_device(name: str | None, recipe: Recipe | None = None) -> tuple[Accelerator, Hardware]:
     """A device that is here. Raises DeviceError for one of the catalogue that is not this machine's."""
-    hardware = find_hardware(name)
-    device = accelerator(hardware.spec.kind)
-    here = this_machine(hardware.spec.kind)
-    if here.spec.name != hardware.spec.name:
-        raise DeviceError(
-            f"this machine's {device.kind} device is {here.spec.name}, not {hardware.spec.name}; leave out --device"
-        )
+    wanted = find_hardware(name, recipe).spec
+    try:
+        device = accelerator(wanted.kind)
+        here = this_machine(wanted.kind)
+    except DeviceError as error:
+        raise DeviceError(f"{wanted.name} is not in this machine: {error}") from None
+    if here.spec.name != wanted.name:
+        raise DeviceError(f"the {wanted.kind} device here is {here.spec.name}, not {wanted.name}; name that one")
     return device, here
 
 
-def prepare(options: StepOptions, hardware: Hardware, say: Say) -> Setup:
+def prepare(options: StepOptions, recipe: Recipe | None, hardware: Hardware, say: Say) -> Setup:
     """The step that the options name; a recipe without --micro-batch runs what its plan chooses.
 
     Raises RecipeError, ModelError, DeviceError or DoesNotFitError for what cannot be used.
     """
-    if is_recipe(options.model):
-        return _prepare_recipe(options, hardware, say)
-    if options.seq_len is None:
+    if recipe is None:
+        return _prepare_step(options, open_workload(options.model, None, options.seq_len), hardware)
+    workload = open_workload(options.model, recipe, options.seq_len)
+    if options.micro_batch is not None:
+        step = _prepare_step(replace(options, precision=options.precision or recipe.precision), workload, hardware)
+        return replace(step, max_grad_norm=recipe.max_grad_norm)
+    plan = plan_recipe(recipe, workload, hardware, say)
+    notes = (f"the step is the one that the plan {plan.hash} of {options.model} chose", *plan.notes)
+    return Setup(workload, plan.strategy, recipe.max_grad_norm, notes)
+
+
+def open_workload(model: str, recipe: Recipe | None, seq_len: int | None) -> Workload:
+    """The model that is named or that the recipe describes. Raises RecipeError where seq_len is nowhere given."""
+    if recipe is not None:
+        workload = recipe_workload(recipe)
+        return workload if seq_len is None else workload.with_seq_len(seq_len)
+    if seq_len is None:
         raise RecipeError("--seq-len is missing; give the tokens in a sequence, such as --seq-len 256")
-    return _prepare_step(options, resolve_workload(options.model, options.seq_len), hardware)
+    return resolve_workload(model, seq_len)
 
 
 def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware) -> Setup:
@@ -79,48 +96,56 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware) 
     return Setup(workload, strategy, notes=(*notes, *chunk_notes))
 
 
-def _prepare_recipe(options: StepOptions, hardware: Hardware, say: Say) -> Setup:
-    from dataclasses import replace
-
-    from trainfit.train import load_recipe, recipe_workload
-
-    recipe = load_recipe(options.model)
-    workload = recipe_workload(recipe)
-    if options.seq_len is not None:
-        workload = workload.with_seq_len(options.seq_len)
-    if options.micro_batch is not None:
-        step = _prepare_step(replace(options, precision=options.precision or recipe.precision), workload, hardware)
-        return replace(step, max_grad_norm=recipe.max_grad_norm)
-    plan = plan_recipe(recipe, workload, hardware, say)
-    notes = (f"the step is the one that the plan {plan.hash} of {options.model} chose", *plan.notes)
-    return Setup(workload, plan.strategy, recipe.max_grad_norm, notes)
+def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Target, tuple[str, ...]]:
+    """What the recipe asks of a plan, and what was capped."""
+    budget_bytes, notes = choose_budget(recipe.memory, hardware)
+    may_change = frozenset(recipe.may_change)
+    return Target(budget_bytes, recipe.tokens_per_step, workload.seq_len, recipe.precision, may_change), notes
 
 
 def plan_recipe(recipe: Recipe, workload: Workload, hardware: Hardware, say: Say) -> Plan:
     """The plan of a recipe. Raises DoesNotFitError when no strategy fits its memory."""
-    from trainfit.plan import choose
-
     target, notes = recipe_target(recipe, workload, hardware)
     plan = choose(workload, hardware, target, max_grad_norm=recipe.max_grad_norm, on_progress=say)
     if not plan.fits:
         raise DoesNotFitError(plan.reason)
-    return _with_notes(plan, notes)
-
-
-def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Target, tuple[str, ...]]:
-    """What the recipe asks of a plan, and what was rounded or capped."""
-    from trainfit.plan import Target
-
-    budget_bytes, notes = choose_budget(recipe.memory, hardware)
-    tokens = recipe.sequences_per_step * workload.seq_len
-    may_change = frozenset(recipe.may_change)
-    return Target(budget_bytes, tokens, workload.seq_len, recipe.precision, may_change), notes
-
-
-def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
-    from dataclasses import replace
-
     return replace(plan, notes=(*notes, *plan.notes))
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan that `trainfit plan --json` or a run wrote. Raises RecipeError when it is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"no plan at {path}; write one with `trainfit plan RECIPE --json > {path}`") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"cannot read plan {path}: {error}; give what `trainfit plan --json` wrote") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path} holds a JSON {type(data).__name__}; give what `trainfit plan --json` wrote")
+    return Plan.from_json(data)
+
+
+def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
+    """Raises RecipeError or DoesNotFitError for a plan that was made for something else than this recipe here."""
+    target, _ = recipe_target(recipe, workload, hardware)
+    pairs = (
+        ("model", plan.workload, workload.name),
+        ("device", plan.device, hardware.spec.name),
+        ("seq_len", plan.target.seq_len, target.seq_len),
+        ("sequences a step", plan.target.sequences_per_step, target.sequences_per_step),
+        ("number of blocks", len(plan.strategy.tiers), len(workload.anatomy().blocks)),
+    )
+    for what, planned, wanted in pairs:
+        if planned != wanted:
+            raise RecipeError(f"the plan is for {what} {planned}, the recipe for {wanted}; plan again with the recipe")
+    if "precision" not in target.may_change and plan.strategy.precision != target.precision:
+        raise RecipeError(
+            f"the plan computes in {plan.strategy.precision}, the recipe in {target.precision}; "
+            "plan again or set may_change=[precision]"
+        )
+    if not plan.fits or plan.predicted.peak_bytes > target.budget_bytes:
+        needs, has = format_bytes(plan.predicted.peak_bytes), format_bytes(target.budget_bytes)
+        raise DoesNotFitError(f"the plan needs {needs} of a budget of {has}; raise memory or plan again")
 
 
 def choose_precision(text: str, hardware: Hardware) -> tuple[Precision, tuple[str, ...]]:
@@ -134,7 +159,7 @@ def choose_precision(text: str, hardware: Hardware) -> tuple[Precision, tuple[st
         return taken, (f"precision auto took {taken} on {hardware.spec.name}",)
     if text not in PRECISIONS:
         raise RecipeError(f"unknown --precision {text!r}; use one of {', '.join(PRECISIONS)} or auto")
-    precision: Precision = text  # type: ignore[assignment]
+    precision: Precision = text
     hardware.require(precision)
     return precision, ()
 
@@ -155,22 +180,13 @@ def choose_budget(memory: int | None, hardware: Hardware) -> tuple[int, tuple[st
     return usable, (f"{name} leaves {format_bytes(usable)} to tensors: planned for that, not {format_bytes(memory)}",)
 
 
-def whole_sequences(tokens: int, seq_len: int) -> tuple[int, tuple[str, ...]]:
-    """The number of sequences nearest to tokens, at least one, and a note where that rounds."""
-    sequences = max(1, round(tokens / seq_len))
-    rounded = sequences * seq_len
-    if rounded == tokens:
-        return sequences, ()
-    return sequences, (f"{tokens} tokens a step are {rounded} in whole sequences: {sequences} of {seq_len}",)
-
-
 def require_free(needed_bytes: int, device: Accelerator, what: str) -> None:
     """Raises DoesNotFitError before a real step would run this machine out of memory."""
     free = device.memory.free_bytes()
     if needed_bytes > free:
         raise DoesNotFitError(
             f"{what} needs {format_bytes(needed_bytes)}, this {device.kind} has {format_bytes(free)} free; "
-            "try a smaller --micro-batch or --activation full, or rehearse instead of measure"
+            "try a smaller micro batch, --activation full or a shorter sequence, or only rehearse"
         )
 
 
@@ -189,7 +205,6 @@ def _loss_chunks(text: str, workload: Workload, tokens: int) -> tuple[int, tuple
         return 1, (f"the loss stays in one piece: {split}",)
     if text != "auto":
         return int(text), ()
-    assert anatomy.head is not None, "a split has a head"
-    dim = int(model.get_submodule(anatomy.head).weight.shape[-1])  # type: ignore[index]
+    dim = [weight for weight in split.parameters() if weight.dim() == 2][-1].shape[-1]  # of the head's (vocab, dim)
     chunks = auto_chunks(tokens, workload.vocab_size, dim)
     return chunks, (f"loss chunks auto took {chunks}",)

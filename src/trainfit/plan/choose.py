@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.plan import Alternative, Plan
-from trainfit.plan.search import Candidate, candidates, search
+from trainfit.plan.search import Candidate, search
 from trainfit.plan.target import Target
 from trainfit.profile import Profile
 from trainfit.rehearsal.rehearse import rehearse
 from trainfit.rehearsal.trace import Tracer
-from trainfit.step.strategy import Strategy, format_tiers
-from trainfit.units import format_bytes, format_seconds
+from trainfit.step.strategy import Strategy, format_tiers, parse_tiers
+from trainfit.units import format_bytes
 from trainfit.workload import Workload
 
 _REHEARSALS = 3  # of candidates that fit, before the fastest of them is chosen
@@ -33,22 +32,24 @@ def choose(
 ) -> Plan:
     """The fastest strategy whose rehearsal stays within the budget less its margin.
 
-    Plan.fits is False when there is none; the plan then holds the smallest one. Raises DeviceError for a precision that the
-    device lacks and RecipeError for a target of another sequence length than the workload's.
+    Plan.fits is False when there is none; the plan then holds the smallest one. Raises DeviceError for a precision that
+    the device lacks and RecipeError for a target of another sequence length than the workload's.
     """
     hardware.require(target.precision)
     if target.seq_len != workload.seq_len:
-        raise RecipeError(f"the target's seq_len is {target.seq_len}, the workload's {workload.seq_len}; make them equal")
+        raise RecipeError(
+            f"the target's seq_len is {target.seq_len}, the workload's {workload.seq_len}; make them equal"
+        )
     allowed = target.allowed_bytes(hardware.spec.kind)
     on_progress("tracing one block")
     tracer = Tracer(workload, hardware)
     found = search(tracer, hardware, target, allowed)
-    plain = _plain(tracer, target)
 
-    def exact(candidate: Candidate) -> Profile:
-        on_progress(f"rehearsing {describe(candidate.strategy)}")
-        return rehearse(workload, candidate.strategy, hardware, max_grad_norm=max_grad_norm)
+    def exact(strategy: Strategy) -> Profile:
+        on_progress(f"rehearsing {describe(strategy)}")
+        return rehearse(workload, strategy, hardware, max_grad_norm=max_grad_norm)
 
+    plain = _plain(len(tracer.facts.structures), target, exact)
     chosen, profile, rehearsed = _rehearse_best(found, allowed, exact)
     fits = profile.peak_bytes <= allowed
     return Plan(
@@ -76,13 +77,13 @@ def describe(strategy: Strategy) -> str:
 
 
 def _rehearse_best(
-    found: list[Candidate], allowed: int, exact: Callable[[Candidate], Profile]
+    found: list[Candidate], allowed: int, exact: Callable[[Strategy], Profile]
 ) -> tuple[Candidate, Profile, dict[Strategy, Profile]]:
     """Rehearse the fastest that should fit; of those that do, take the fastest. Else the smallest of all."""
     rehearsed: dict[Strategy, Profile] = {}
     good: list[Candidate] = []
     for candidate in _varied(candidate for candidate in found if candidate.peak_bytes <= allowed):
-        rehearsed[candidate.strategy] = exact(candidate)
+        rehearsed[candidate.strategy] = exact(candidate.strategy)
         if rehearsed[candidate.strategy].peak_bytes <= allowed:
             good.append(candidate)
         if len(good) == _REHEARSALS or len(rehearsed) == _ATTEMPTS:
@@ -92,7 +93,7 @@ def _rehearse_best(
         return best, rehearsed[best.strategy], rehearsed
     smallest = min(found, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds))
     if smallest.strategy not in rehearsed:
-        rehearsed[smallest.strategy] = exact(smallest)
+        rehearsed[smallest.strategy] = exact(smallest.strategy)
     return smallest, rehearsed[smallest.strategy], rehearsed
 
 
@@ -107,11 +108,14 @@ def _varied(fitting: Iterator[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
-def _plain(tracer: Tracer, target: Target) -> Alternative:
+def _plain(num_blocks: int, target: Target, exact: Callable[[Strategy], Profile]) -> Alternative:
     """No technique, the whole step as one micro batch."""
-    every = candidates(tracer, target, target.sequences_per_step, target.precision)
-    whole = next(c for c in every if c.strategy.loss_chunks == 1 and set(c.strategy.tiers) <= {"keep"})
-    return Alternative(whole.strategy, whole.peak_bytes, whole.step_seconds, False, "plain training, no technique")
+    keep = parse_tiers("keep", num_blocks)
+    strategy = Strategy(target.sequences_per_step, precision=target.precision, tiers=keep)
+    profile = exact(strategy)
+    return Alternative(
+        strategy, profile.peak_bytes, profile.step_seconds, True, "plain training: the whole step at once, no technique"
+    )
 
 
 def _alternatives(
@@ -129,7 +133,9 @@ def _alternatives(
             continue
         known = rehearsed.get(candidate.strategy)
         peak = known.peak_bytes if known else candidate.peak_bytes
-        seconds = known.step_seconds if known else candidate.step_seconds
+        # The fast model's seconds, brought to the rehearsal's scale by the candidate whose both figures are known.
+        scale = profile.step_seconds / chosen.step_seconds if chosen.step_seconds else 1.0
+        seconds = known.step_seconds if known else candidate.step_seconds * scale
         why = _why_lost(peak, seconds, allowed, profile.step_seconds)
         yield Alternative(candidate.strategy, peak, seconds, known is not None, why)
 

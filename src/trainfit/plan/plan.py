@@ -95,7 +95,9 @@ class Plan:
                 notes=tuple(data["notes"]),
             )
         except (KeyError, TypeError) as error:
-            raise RecipeError(f"the plan is not one that `trainfit plan --json` wrote: {error}; make it again") from error
+            raise RecipeError(
+                f"the plan is not one that `trainfit plan --json` wrote: {error}; make it again"
+            ) from error
         if plan.hash != data.get("hash"):
             raise RecipeError(f"the plan says hash {data.get('hash')}, its content {plan.hash}; make it again")
         return plan

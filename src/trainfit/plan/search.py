@@ -1,4 +1,4 @@
-"""The search: every micro batch, precision, number of chunks and split of the blocks between tiers, by the fast model."""
+"""The search, by the fast model: every micro batch, precision, number of chunks and split of blocks between tiers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def search(tracer: Tracer, hardware: Hardware, target: Target, allowed_bytes: in
     return sorted(found, key=lambda candidate: (candidate.step_seconds, candidate.peak_bytes))
 
 
-def candidates(
-    tracer: Tracer, target: Target, micro_batch_size: int, precision: Precision
-) -> Iterator[Candidate]:
+def candidates(tracer: Tracer, target: Target, micro_batch_size: int, precision: Precision) -> Iterator[Candidate]:
     """Every number of chunks and split of tiers at one micro batch."""
     sequences = target.sequences_per_step
     accumulation_steps = -(-sequences // micro_batch_size)
@@ -58,16 +56,16 @@ def candidates(
 def evaluate(facts: ModelFacts, trace: ModelTrace, strategy: Strategy, *, sequences: int, seq_len: int) -> Candidate:
     """The fast model's word on one strategy."""
     blocks = [trace.blocks[structure, tier] for structure, tier in zip(facts.structures, strategy.tiers)]
-    loss = trace.loss[strategy.loss_chunks]
+    shell = trace.shell[strategy.loss_chunks]
     resident = Resident(
         model_bytes=facts.parameter_bytes + facts.optimizer_bytes,
         batch_bytes=sequences * seq_len * _ID_BYTES,
+        shared_bytes=trace.shared_bytes,
         gradient_bytes=facts.gradient_bytes,
         optimizer_seconds=facts.optimizer_seconds,
     )
-    peak = peak_bytes(resident, blocks, loss, accumulates=strategy.accumulation_steps > 1)
-    micro_batches = sequences / strategy.micro_batch_size
-    seconds = step_seconds(resident, blocks, loss, trace.outside_seconds, micro_batches=micro_batches)
+    peak = peak_bytes(resident, blocks, shell, accumulates=strategy.accumulation_steps > 1)
+    seconds = step_seconds(resident, blocks, shell, micro_batches=sequences / strategy.micro_batch_size)
     return Candidate(strategy, peak, seconds)
 
 

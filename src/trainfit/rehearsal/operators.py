@@ -87,12 +87,13 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     if (count := flop_registry.get(func._overloadpacket)) is not None:
         return float(count(*args, **kwargs, out_val=output))
     if func is _GROUPED_MM:
-        return 2.0 * args[0].numel() * args[1].shape[-1]
+        return float(2.0 * args[0].numel() * args[1].shape[-1])
     if func in _HOST_ATTENTION:
         query_at, causal_at, matmuls = _HOST_ATTENTION[func]
         batch, heads, length, dim = args[query_at].shape
         causal = kwargs.get("is_causal", len(args) > causal_at and args[causal_at])
-        return 2.0 * matmuls * batch * heads * length * args[query_at + 1].shape[2] * dim * (0.5 if causal else 1.0)
+        share = 0.5 if causal else 1.0
+        return float(2.0 * matmuls * batch * heads * length * args[query_at + 1].shape[2] * dim * share)
     return 0.0
 
 

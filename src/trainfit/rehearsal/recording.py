@@ -6,16 +6,17 @@ Both sources know nothing of StorageTracker, so that a prediction is never compa
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainfit.hardware import Accelerator
-from trainfit.profile import PHASES, Phase
+from trainfit.profile import Phase
 
 _MEMORY = "[memory]"
 
@@ -66,18 +67,35 @@ def record_host(recorder: StepRecorder, recording: Recording) -> Iterator[None]:
 
     What was allocated before is not known, so build the model inside.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with _quiet_stderr():
+        profiler.__enter__()
+    try:
         yield
+    finally:
+        with _quiet_stderr():
+            profiler.__exit__(None, None, None)
     assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY)
     _fill(recording, recorder.marks, changes, recorder.end_ns)
 
 
-def _fill(
-    recording: Recording, marks: list[tuple[Phase, int]], changes: list[tuple[int, int]], stop_ns: int
-) -> None:
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Kineto writes a line to file descriptor 2 when it starts and stops, whatever its log level."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+def _fill(recording: Recording, marks: list[tuple[Phase, int]], changes: list[tuple[int, int]], stop_ns: int) -> None:
     """Live bytes over time, cut at the marks."""
     live = 0
     position = 0

@@ -71,7 +71,9 @@ def watch_step(
     tracker.register(resident_parameters(step), "parameters")
     tracker.register(optimizer_states(step), "optimizer")
     tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
-    tracker.register((tensor for batch in (*batches, *waiting) for tensor in (batch.inputs, batch.labels)), "activations")
+    tracker.register(
+        (tensor for batch in (*batches, *waiting) for tensor in (batch.inputs, batch.labels)), "activations"
+    )
     name_gradients(step, tracker)
     with tracker:
         step.observer = tracker.observe
@@ -89,7 +91,7 @@ def name_gradients(step: TrainStep, tracker: StorageTracker) -> None:
             tracker.register(gradients, "gradients")
         outer(phase)  # type: ignore[arg-type]
 
-    tracker.observe = observe  # type: ignore[method-assign,assignment]
+    tracker.observe = observe  # type: ignore[method-assign]
 
 
 def resident_parameters(step: TrainStep) -> list[Tensor]:

@@ -1,10 +1,10 @@
-"""Traces for the fast model: one block of each structure under each tier, and one loss, on fake tensors."""
+"""Traces for the fast model: one block of each structure under each tier, and the model around them, on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,30 +12,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.hardware import Hardware, accelerator
-from trainfit.profile import TIERS, BlockTrace, Precision, Tier
+from trainfit.profile import TIERS, BlockTrace, Precision, ShellTrace, Tier
 from trainfit.rehearsal.rehearse import fake_tensors, operator_cost
 from trainfit.rehearsal.tracker import StorageTracker
 from trainfit.step import prepare
 from trainfit.techniques.activation import recompute_block
 from trainfit.techniques.adamw import make_adamw
-from trainfit.techniques.base import Build
-from trainfit.techniques.chunked_loss import chunked_loss, cross_entropy_sum
-from trainfit.workload import Workload, run_model
+from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
+from trainfit.workload import MicroBatch, Workload, run_model
 
 
 @dataclass(frozen=True)
 class ModelTrace:
     """What the fast model knows of a workload at one micro batch and precision.
 
-    blocks: by structure and tier.
-    loss: by number of chunks. saved_bytes is 0; backward_peak_bytes is the most that head and loss need above the hidden
-        states, forward and backward alike; gradient_bytes is what the head's parameters leave.
-    outside_seconds: what runs before the first block, forward and backward.
+    blocks: by structure and tier. shell: by number of loss chunks. shared_bytes: what all blocks are given besides hidden
+    states (rotary tables, masks), which lives as long as any block.
     """
 
     blocks: Mapping[tuple[int, Tier], BlockTrace]
-    loss: Mapping[int, BlockTrace]
-    outside_seconds: float
+    shell: Mapping[int, ShellTrace]
+    shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -58,36 +55,41 @@ class Tracer:
     def __init__(self, workload: Workload, hardware: Hardware) -> None:
         self.workload, self.hardware = workload, hardware
         self._cost = operator_cost(hardware)
+        self._tuples = False  # whether blocks return tuples; known after the first one has run
         with fake_tensors() as self._mode:
             self._build = prepare(workload, accelerator("cpu"))
             self.facts = self._facts()
 
     def trace(self, micro_batch_size: int, precision: Precision, chunks: Iterable[int]) -> ModelTrace:
-        """Every tier of every structure, and the loss in each number of chunks."""
+        """Every tier of every structure, and the shell with the loss in each number of chunks."""
         with self._mode, torch.device("cpu"):
-            captured, outside_seconds = self._block_inputs(micro_batch_size, precision)
+            captured = self._block_inputs(micro_batch_size, precision)
             blocks = {
                 (structure, tier): self._trace_block(block, tier, precision, inputs)
                 for structure, (block, inputs) in captured.items()
                 for tier in TIERS
             }
-            loss = {count: self._trace_loss(micro_batch_size, precision, count) for count in chunks}
-        return ModelTrace(blocks, loss, outside_seconds)
+            shell = {count: self._trace_shell(micro_batch_size, precision, count) for count in chunks}
+        shared = [
+            tensor for _, inputs in captured.values() for tensor in _tensors(inputs) if tensor is not _hidden(inputs)
+        ]
+        return ModelTrace(blocks, shell, _bytes(shared))
 
     def _facts(self) -> ModelFacts:
         build = self._build
         optimizer = make_adamw(build.model.named_parameters(), self.workload.optimizer)
         states = [value for state in optimizer.state.values() for value in state.values()]
         gradients = _bytes(p for p in build.model.parameters() if p.requires_grad)
-        captured, _ = self._block_inputs(1, "fp32")
-        hidden = next((leaf for _, inputs in captured.values() for leaf in _tensors(inputs)), None)
+        captured = self._block_inputs(1, "fp32")
+        hidden = next((_hidden(inputs) for _, inputs in captured.values()), None)
         return ModelFacts(
             structures=build.anatomy.structures,
             parameter_bytes=_bytes([*build.model.parameters(), *build.model.buffers()]),
             optimizer_bytes=_bytes(states),
             gradient_bytes=gradients,
-            # AdamW reads parameters, gradients and both moments once, and writes all but the gradients.
-            optimizer_seconds=7 * gradients / self._cost.bytes_per_second,
+            # Clipping reads the gradients twice and writes them; AdamW reads parameters, gradients and both moments, and
+            # writes all but the gradients.
+            optimizer_seconds=10 * gradients / self._cost.bytes_per_second,
             dim=1 if hidden is None else hidden.shape[-1],
             vocab_size=self.workload.vocab_size,
             can_chunk=not isinstance(build.split, str),
@@ -107,10 +109,8 @@ class Tracer:
         tracker.register([*self._build.model.parameters(), *self._build.model.buffers()], "parameters")
         return tracker
 
-    def _block_inputs(
-        self, micro_batch_size: int, precision: Precision
-    ) -> tuple[dict[int, tuple[nn.Module, Any]], float]:
-        """What the first block of each structure is called with, and the seconds that everything before takes."""
+    def _block_inputs(self, micro_batch_size: int, precision: Precision) -> dict[int, tuple[nn.Module, Any]]:
+        """What the first block of each structure is called with."""
         captured: dict[int, tuple[nn.Module, Any]] = {}
         anatomy = self._build.anatomy
         first = {structure: index for index, structure in reversed(list(enumerate(anatomy.structures)))}
@@ -128,23 +128,22 @@ class Tracer:
             blocks[index].register_forward_pre_hook(hook(structure), with_kwargs=True)
             for structure, index in first.items()
         ]
-        tracker = self._tracker()
         ids = torch.zeros(micro_batch_size, self.workload.seq_len, dtype=torch.long)
         try:
-            with tracker, torch.no_grad(), self._autocast(precision):
+            with self._autocast(precision):
                 run_model(self._build.model, ids)
         except _AllCaptured:
             pass
         finally:
             for handle in handles:
                 handle.remove()
-        return captured, 3 * tracker.seconds["forward"]
+        return captured
 
     def _trace_block(self, block: nn.Module, tier: Tier, precision: Precision, inputs: Any) -> BlockTrace:
         if tier != "keep":
             recompute_block(block, tier, self._build.accelerator)
         try:
-            args, kwargs = tree_map_only(Tensor, _as_leaf, inputs)
+            args, kwargs = _leaves(inputs)
             return self._trace_call(lambda: block(*args, **kwargs), _tensors((args, kwargs)), precision)
         finally:
             block.__dict__.pop("forward", None)
@@ -158,6 +157,7 @@ class Tracer:
         with tracker:
             with self._autocast(precision):
                 output = call()
+            self._tuples = isinstance(output, tuple)
             output = output[0] if isinstance(output, tuple) else output
             forward_peak = tracker.peak_bytes()
             after_forward = tracker.live_bytes()
@@ -178,29 +178,58 @@ class Tracer:
             backward_seconds=tracker.seconds["backward"],
         )
 
-    def _trace_loss(self, micro_batch_size: int, precision: Precision, chunks: int) -> BlockTrace:
-        """Head and loss over hidden states of one micro batch; over outputs, for a model that cannot be split."""
-        build, tracker = self._build, self._tracker()
+    def _trace_shell(self, micro_batch_size: int, precision: Precision, chunks: int) -> ShellTrace:
+        build, tracker = replace(self._build), self._tracker()
+        ChunkedLoss().apply(build, chunks)
         shape = (micro_batch_size, self.workload.seq_len)
-        labels = torch.zeros(shape, dtype=torch.long)
-        hidden = self._before_loss(shape, precision).requires_grad_()
-        tracker.register([hidden, labels], "activations")
+        batch = MicroBatch(
+            torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long), shape[0] * shape[1]
+        )
+        tracker.register([batch.inputs, batch.labels], "activations")
         start = tracker.live_bytes()
-        with tracker:
-            tracker.phase = "loss"
+        before = 0
+
+        def gradient_enters_blocks(_: Tensor) -> None:
+            nonlocal before
+            before = tracker.peak_bytes()
+            tracker.phase = "optimizer"  # any name for what comes after: the embedding's backward
+
+        with tracker, self._empty_blocks(gradient_enters_blocks):
             with self._autocast(precision):
-                loss = _loss_of(build, hidden, labels, chunks)
+                loss = build.compute_loss(batch, 1.0, ignore_phase)
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
-        gradients = sum(p.grad.nbytes for p in build.model.parameters() if p.grad is not None)
+        after = tracker.peak_bytes_of("optimizer")
+        inside = {id(p) for block in build.blocks for p in block.parameters()}
+        embedding = build.anatomy.embedding and build.model.get_submodule(build.anatomy.embedding)
+        inside |= {id(p) for p in embedding.parameters()} if isinstance(embedding, nn.Module) else set()
+        gradients = sum(p.grad.nbytes for p in build.model.parameters() if p.grad is not None and id(p) not in inside)
         build.model.zero_grad(set_to_none=True)
-        return BlockTrace(0, 0, tracker.peak_bytes() - start, gradients, 0.0, tracker.seconds["loss"])
+        before = before or tracker.peak_bytes()
+        return ShellTrace(before - start, gradients, max(0, after - start), sum(tracker.seconds.values()))
 
-    def _before_loss(self, shape: tuple[int, int], precision: Precision) -> Tensor:
-        if not isinstance(self._build.split, str):
-            return torch.empty(*shape, self.facts.dim)
-        with torch.no_grad(), self._autocast(precision):
-            return run_model(self._build.model, torch.zeros(shape, dtype=torch.long)).clone()
+    @contextmanager
+    def _empty_blocks(self, gradient_enters_blocks: Callable[[Tensor], None]) -> Iterator[None]:
+        """Every block returns the hidden states it is given."""
+        blocks = self._build.blocks
+
+        def empty(index: int) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                hidden = _hidden((args, kwargs))
+                assert hidden is not None
+                if index == 0 and hidden.requires_grad:
+                    hidden.register_hook(gradient_enters_blocks)
+                return (hidden,) if self._tuples else hidden
+
+            return forward
+
+        for index, block in enumerate(blocks):
+            block.forward = empty(index)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.__dict__.pop("forward", None)
 
 
 class _AllCaptured(Exception):  # noqa: N818
@@ -221,16 +250,20 @@ class _GradientSource(torch.autograd.Function):
         return torch.empty(shape, dtype=dtype)
 
 
-def _loss_of(build: Build, hidden: Tensor, labels: Tensor, chunks: int) -> Tensor:
-    if isinstance(build.split, str):
-        return (build.workload.loss or cross_entropy_sum)(hidden, labels) * 1.0
-    if chunks > 1:
-        return chunked_loss(build.split, hidden, labels, chunks, 1.0)
-    return cross_entropy_sum(build.split.logits(hidden), labels) * 1.0
+def _leaves(inputs: Any) -> Any:
+    """Inputs cut off from what made them. The first is the hidden states, which carry a gradient in all blocks but the
+    first of a frozen embedding; rotary tables and masks among the others do not."""
+    hidden = _hidden(inputs)
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor is hidden or tensor.requires_grad)
+
+    return tree_map_only(Tensor, leaf, inputs)
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point() and tensor.dim() == 3)
+def _hidden(inputs: Any) -> Tensor | None:
+    """The first floating point tensor that a block is given."""
+    return next((tensor for tensor in _tensors(inputs) if tensor.is_floating_point()), None)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

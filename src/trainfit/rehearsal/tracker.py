@@ -61,7 +61,7 @@ class StorageTracker(TorchDispatchMode):
     seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
         self._names: dict[int, Category] = {}
         self._next = 0
@@ -129,6 +129,10 @@ class StorageTracker(TorchDispatchMode):
     def peak_bytes(self, *, start: int = 0) -> int:
         """The most that was live since the events were last cleared; start is what was live then."""
         return start + _replay(in_place_additions(self.events))[1].total
+
+    def peak_bytes_of(self, phase: Phase) -> int:
+        """The most that was live within one phase; 0 if it never ran."""
+        return _replay(in_place_additions(self.events))[0].get(phase, 0)
 
     def profile(self, *, repeats: int = 1) -> Profile:
         """What was seen since the tracker was made, as a Profile. repeats: how often all phases but the optimizer run."""

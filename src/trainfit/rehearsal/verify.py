@@ -73,9 +73,7 @@ def verify(
             gradient_difference, worst = difference, name
         plain.update_like(step)
     passed = gradient_difference <= tolerance and loss_difference <= max(tolerance, 1e-6)
-    return VerifyReport(
-        loss_difference, gradient_difference, worst, bit_equal, tolerance, passed, tuple(losses)
-    )
+    return VerifyReport(loss_difference, gradient_difference, worst, bit_equal, tolerance, passed, tuple(losses))
 
 
 class _PlainStep:
@@ -91,7 +89,7 @@ class _PlainStep:
             with self.device.autocast(self.precision):
                 output = run_model(self.model, batch.inputs)
                 loss = self._summed(output, batch.labels) / num_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += float(loss.detach())
         return total
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rich import box
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from trainfit.profile import Category
 from trainfit.units import format_bytes
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -32,12 +34,13 @@ def facts(rows: Iterable[tuple[str, str | Text]], *, title: str | None = None) -
     return made
 
 
-def memory_bars(categories: Mapping[str, int], *, title: str | None = None) -> Table:
+def memory_bars(categories: Mapping[Category, int], *, title: str | None = None) -> Table:
     """Bytes by category with their share as a bar, largest first; categories without bytes are left out."""
     total = sum(categories.values())
     made = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    for justify in ("left", "right", "right", "left"):
-        made.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    alignment: tuple[JustifyMethod, ...] = ("left", "right", "right", "left")
+    for justify in alignment:
+        made.add_column(justify=justify, no_wrap=True)
     for name, size in sorted(categories.items(), key=lambda item: -item[1]):
         if size > 0:
             made.add_row(name, format_bytes(size), f"{100 * size / total:.1f} %", Text(bar(size / total), style="cyan"))

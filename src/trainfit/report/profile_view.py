@@ -16,7 +16,7 @@ def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> Render
     parts: list[RenderableType] = [_headline(profile)]
     if budget_bytes is not None:
         parts.append(_budget_line(profile.peak_bytes, budget_bytes))
-    at_peak = memory_bars(dict(profile.categories), title=f"At the peak ({profile.peak_phase})")
+    at_peak = memory_bars(profile.categories, title=f"At the peak ({profile.peak_phase})")
     return Group(*parts, phase_table(profile), at_peak)
 
 

@@ -39,7 +39,7 @@ def prepare(workload: Workload, accelerator: Accelerator, model: nn.Module | Non
     anatomy = dissect(model, vocab_size=workload.vocab_size)
     split: HeadSplit | str = "the model has a loss of its own"
     if workload.loss is None:
-        split = split_head(model, anatomy)
+        split = split_head(model, anatomy, seq_len=workload.seq_len)
     return Build(workload, accelerator, model, anatomy, split, compute_loss=_whole_loss(workload, model, split))
 
 

@@ -35,8 +35,11 @@ class Strategy:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise RecipeError(f"{name} is {value!r}; it must be a whole number, at least 1")
+        if self.optimizer != "adamw":
+            raise RecipeError(f"unknown optimizer {self.optimizer!r}; there is adamw")
         if self.precision not in PRECISIONS:
             raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
         if unknown := sorted(set(self.tiers) - set(TIERS)):
@@ -51,6 +54,8 @@ class Strategy:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(data) - known):
             raise RecipeError(f"unknown strategy key {unknown[0]!r}; known keys are {', '.join(sorted(known))}")
+        if "micro_batch_size" not in data:
+            raise RecipeError("a strategy has no micro_batch_size; give one, at least 1")
         return cls(**{**data, "tiers": tuple(data.get("tiers", ()))})
 
     @property
@@ -67,7 +72,7 @@ def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:
     """
     text = text.strip()
     if text in TIERS:
-        return (text,) * num_blocks  # type: ignore[return-value]
+        return (text,) * num_blocks
     if match := re.fullmatch(r"every:(\d+)", text):
         if (every := int(match[1])) < 1:
             raise RecipeError("activation every:0 recomputes nothing; use every:1 or more, or keep")
@@ -87,14 +92,15 @@ def _parse_run(part: str, text: str) -> tuple[int, Tier]:
     match = re.fullmatch(r"\s*(?:(\d+)\s*\*\s*)?([a-z]+)\s*", part)
     if match is None or match[2] not in TIERS:
         raise RecipeError(
-            f"activation {text!r} is not understood; use one of {', '.join(TIERS)}, every:K, or a list like 6*full,2*pointwise"
+            f"activation {text!r} is not understood; use one of {', '.join(TIERS)}, every:K, "
+            "or a list like 6*full,2*pointwise"
         )
-    return int(match[1] or 1), match[2]  # type: ignore[return-value]
+    return int(match[1] or 1), match[2]
 
 
 def format_tiers(tiers: Iterable[Tier]) -> str:
-    """The shortest text that parse_tiers reads back: "full" or "6*full,2*pointwise"."""
+    """The shortest text that parse_tiers reads back: "full" or "6*full,2*pointwise"; "keep" for no tiers at all."""
     runs = [(tier, len(list(group))) for tier, group in groupby(tiers)]
-    if len(runs) == 1:
-        return runs[0][0]
+    if len(runs) <= 1:
+        return runs[0][0] if runs else "keep"
     return ",".join(f"{count}*{tier}" for tier, count in runs)

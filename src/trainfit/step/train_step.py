@@ -84,19 +84,21 @@ class TrainStep:
     def _backward(self, batch: MicroBatch, scale: float) -> Tensor:
         with self._autocast():
             loss = self._compute_loss(batch, scale, self.observer)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, int]:
         """Summed loss and valid tokens of a batch. Keeps no graph; dropout is off."""
-        training = self.model.training
+        # Module by module: a part that a user keeps in eval mode must not come back in training mode.
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with self._autocast():
                 return self._compute_loss(batch.to(self._device), 1.0, ignore_phase), batch.num_tokens
         finally:
-            self.model.train(training)
+            for module, training in modes:
+                module.training = training
 
     def _observe(self, phase: Phase) -> None:
         self.observer(phase)

@@ -11,8 +11,9 @@ block again. Embedding and head are never recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, wraps
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,7 @@ _ATTENTION = (
     "aten._scaled_dot_product_fused_attention_overrideable",
     "npu.npu_fusion_attention",
 )
-_ROUTING = ("aten.topk", "aten.argmax", "aten.max.dim", "aten.multinomial", "aten.sort")
+_ROUTING = ("aten.topk", "aten.argmax", "aten.max.dim", "aten.multinomial", "aten.sort", "aten.sort.stable")
 
 
 def _always(args: tuple[Any, ...], output: Any) -> bool:
@@ -87,6 +88,8 @@ class ActivationTiers:
         """Raises RecipeError if there are not as many tiers as blocks."""
         if setting and len(setting) != len(build.anatomy.blocks):
             raise RecipeError(f"{len(setting)} activation tiers for a model of {len(build.anatomy.blocks)} blocks")
+        for block in build.blocks:
+            forget_recompute(block)
         for name, block, tier in zip(build.anatomy.blocks, build.blocks, setting):
             if tier != "keep":
                 recompute_block(block, tier, build.accelerator, name=name)
@@ -94,18 +97,36 @@ class ActivationTiers:
 
 def recompute_block(block: nn.Module, tier: Tier, accelerator: Accelerator, *, name: str = "block") -> None:
     """Put a block under a tier, in place. The module, its name, hooks and parameters stay what they are."""
-    plan = RecomputePlan(
+    block.forward = RecomputePlan(
         name=name,
-        block=block,
-        forward=block.forward,
+        block=weakref.ref(block),
+        forward=_unbound_forward(block),
         device_type=accelerator.device.type,
         random=accelerator.rng,
         keep=keep_rules(tier),
         watched=routing_rules(),
     )
 
-    @wraps(block.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return plan(*args, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+def forget_recompute(block: nn.Module) -> None:
+    """Undo recompute_block: a model may be built again under another strategy."""
+    plan = vars(block).get("forward")
+    if isinstance(plan, RecomputePlan):
+        del block.forward
+        if isinstance(plan.forward, _Patched):
+            block.forward = plan.forward.forward
+
+
+class _Patched:
+    """A forward that someone set on the block itself, with the block as an argument that it does not take."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+def _unbound_forward(block: nn.Module) -> Callable[..., Any]:
+    patched = vars(block).get("forward")
+    return type(block).forward if patched is None else _Patched(patched)

@@ -2,7 +2,8 @@
 
 NOTE [ Gradients in forward ]
 A piece's logits are dead once its gradients are known, so forward computes them at once, for the unscaled sum (in low
-precision a scale of 1 / tokens would underflow), and backward only multiplies by the scale. Live at any time are one piece of logits, the gradient of the hidden states and one of each head parameter.
+precision a scale of 1 / tokens would underflow), and backward only multiplies by the scale. Live at any time are one
+piece of logits, the gradient of the hidden states and one of each head parameter.
 Source for the idea: arXiv:2411.09009.
 """
 
@@ -24,9 +25,7 @@ PieceFunction = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None]], Tens
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Summed token loss in fp32. logits (..., vocab), labels (...,); IGNORED_LABEL does not count."""
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
-    )
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 def plain_loss(split: HeadSplit, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
@@ -83,8 +82,8 @@ class ChunkedLoss:
 def chunked_loss(split: HeadSplit, hidden: Tensor, labels: Tensor, num_chunks: int, scale: float) -> Tensor:
     """scale * summed token loss.
 
-    hidden (batch, sequence, dim), labels (batch, sequence). Extra peak with a plain linear head: one piece of fp32 logits
-    (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden and of the head.
+    hidden (batch, sequence, dim), labels (batch, sequence). Extra peak with a plain linear head: one piece of fp32
+    logits (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden and of the head.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     num_chunks = min(num_chunks, labels.numel())
@@ -176,9 +175,7 @@ def _row_scaled_mm(logits_gradient: Tensor, weight: Tensor, row_scale: Tensor, o
         out.copy_(logits_gradient @ weight).mul_(row_scale)
 
 
-def _accumulate(
-    gradients: Sequence[Tensor | None], logits_gradient: Tensor, hidden: Tensor, row_scale: Tensor
-) -> None:
+def _accumulate(gradients: Sequence[Tensor | None], logits_gradient: Tensor, hidden: Tensor, row_scale: Tensor) -> None:
     weight_gradient, *rest = gradients
     if weight_gradient is not None:
         scaled = (hidden * row_scale).to(hidden.dtype)

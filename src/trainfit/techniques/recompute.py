@@ -10,34 +10,47 @@ A region is one forward call of one block.
              end of forward already.
 A slot is owned by the autograd node that saved it, so its value dies when that node has run, as in plain training.
 Parameters are never put into slots: they live anyway.
+
+NOTE [ Looking only where there is something to see ]
+Operators are seen by a dispatch mode, which costs several microseconds for each of the hundred operators of a block.
+The first call of a block runs under it whole, and notes which functions (F.linear, F.scaled_dot_product_attention) led
+to operators that were kept or guarded. Later calls run under a function mode, which costs less than one microsecond a
+function, and turn the dispatch mode on only inside those functions; where there were none, under no mode at all.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.errors import RecomputeError
+from trainfit.techniques.surroundings import (
+    Autocast,
+    BufferWatch,
+    RandomState,
+    WrittenBuffer,
+    buffers_as_in_forward,
+    random_state,
+    same_state,
+)
+
+_ANYWHERE = object()  # stands for code outside of any function
+_WHOLE: set[Any] = {_ANYWHERE}
 
 Rule = Callable[[tuple[Any, ...], Any], bool]
 KeepRules = Mapping[Any, Rule]
-
-
-class RandomState(Protocol):
-    """Random number generators of host and device, as hardware's facade offers them."""
-
-    def get_state(self) -> tuple[Tensor, ...]: ...
-    def set_state(self, state: tuple[Tensor, ...]) -> None: ...
 
 
 class _StopRecompute(Exception):  # noqa: N818
@@ -56,76 +69,75 @@ class _Slot:
 
 @dataclass
 class _Kept:
-    """An operator whose output may replace its second run; tensors is None where the rule said no."""
+    """An operator whose output may replace its second run; tensors is None where the rule said no.
+
+    random_after: where the operator left the generators, if it drew from them: a replay must leave them there too.
+    """
 
     operator: Any
     tensors: Any
     versions: tuple[int, ...]
     slots_before: int
+    random_after: tuple[Tensor, ...] | None = None
 
 
-@dataclass(frozen=True)
-class _Autocast:
-    """Autocast as it stood in forward; backward may run outside of it, or on another thread."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache_enabled: bool
-
-    @classmethod
-    def now(cls, device_type: str) -> _Autocast:
-        return cls(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def restored(self) -> torch.autocast:
-        return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
-        )
-
-
-@dataclass
+@dataclass(eq=False)
 class RecomputePlan:
-    """How one block is recomputed; shared by all its calls.
+    """How one block is recomputed; shared by all its calls, and put in the place of its forward.
 
+    block: held weakly, since the block holds the plan: a model must die with its last reference.
+    forward: the block's own, unbound: takes the block first.
     keep: operators whose outputs are stored instead of recomputed.
-    watch: run forward under a dispatch mode even where keep is empty, to see routing and private generators.
+    watched: operators whose outputs are stored because a second run may decide otherwise.
+    looked_at: by training flag, the functions in which the first call found something.
+        See NOTE [ Looking only where there is something to see ].
     """
 
     name: str
-    block: nn.Module
+    block: weakref.ref[nn.Module]
     forward: Callable[..., Any]
     device_type: str
     random: RandomState
     keep: KeepRules
     watched: KeepRules
-    needs_mode: bool = True
-    writes_buffers: bool = field(default=False)
+    looked_at: dict[bool, set[Any]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.block()
+        assert block is not None
         # Gate on grad mode, not on module.training: a frozen block in eval mode saves tensors too.
         if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        return Region(self, args, kwargs).run()
+            return self.forward(block, *args, **kwargs)
+        return Region(self, block, args, kwargs).run()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecomputePlan:
+        # A copied block comes here while it is copied, so memo has it already.
+        block = self.block()
+        assert block is not None
+        return replace(self, block=weakref.ref(deepcopy(block, memo)), looked_at={})
+
+    def looking(self, mode: _OperatorMode, training: bool) -> AbstractContextManager[Any]:
+        """The mode, turned on where there is something to see."""
+        functions = self.looked_at.get(training, _WHOLE)
+        if _ANYWHERE in functions:
+            return mode
+        return _InsideFunctions(mode, functions) if functions else nullcontext()
 
 
 class Region:
     """One call of one block. See NOTE [ One region ]."""
 
-    def __init__(self, plan: RecomputePlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.plan = plan
+    def __init__(self, plan: RecomputePlan, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.plan, self.block = plan, block
         self.inputs = tree_map_only(Tensor, _detached, (args, kwargs))
         self.input_versions = _versions(self.inputs)
         # A rehearsal draws no numbers, and the states would come out fake.
         self.random_state = None if _any_fake(self.inputs) else plan.random.get_state()
-        self.autocasts = {kind: _Autocast.now(kind) for kind in {plan.device_type, "cpu"}}
+        self.autocasts = {kind: Autocast.now(kind) for kind in {plan.device_type, "cpu"}}
         self.slots: list[weakref.ref[_Slot]] = []
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.kept: list[_Kept] = []
+        self.buffers: list[WrittenBuffer] = []
         self._original = (args, kwargs)
 
     def run(self) -> Any:
@@ -133,15 +145,17 @@ class Region:
         args, kwargs = self._original
         del self._original
         plan = self.plan
-        buffers = _buffer_versions(plan.block)
-        mode = _KeepMode(self) if plan.needs_mode else nullcontext()
-        with saved_tensors_hooks(self._pack, _unpack), mode:
-            output = plan.forward(*args, **kwargs)
-        if isinstance(mode, _KeepMode) and not plan.keep and not mode.saw_watched:
-            plan.needs_mode = False  # nothing to keep or guard was seen: later calls go without the mode
-        if buffers != _buffer_versions(plan.block):
-            plan.writes_buffers = True
-        if self.random_state is not None and _equal(self.random_state, plan.random.get_state()):
+        buffers = BufferWatch(self.block)
+        training = self.block.training
+        self.training = training
+        learning = None if training in plan.looked_at else _CurrentFunction()
+        mode = _KeepMode(self, buffers, learning)
+        with saved_tensors_hooks(self._pack, _unpack), plan.looking(mode, training), learning or nullcontext():
+            output = plan.forward(self.block, *args, **kwargs)
+        self.buffers = buffers.written()
+        if learning is not None:
+            plan.looked_at[training] = learning.found
+        if self.random_state is not None and same_state(self.random_state, plan.random.get_state()):
             self.random_state = None  # nothing random ran: recompute need not touch the generators
         while self.kept and self.kept[-1].slots_before == len(self.slots):
             self.kept.pop()  # recompute stops before these would be asked for
@@ -167,15 +181,15 @@ class Region:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             if self.random_state is not None:
-                stack.enter_context(_random_state(self.plan.random, self.random_state))
-            stack.enter_context(_buffers_restored(self.plan))
+                stack.enter_context(random_state(self.plan.random, self.random_state))
+            stack.enter_context(buffers_as_in_forward(self.buffers))
             for autocast in self.autocasts.values():
                 stack.enter_context(autocast.restored())
             stack.enter_context(saved_tensors_hooks(filler.pack, filler.unpack))
             if self.kept:
-                stack.enter_context(_ReplayMode(self))
+                stack.enter_context(self.plan.looking(_ReplayMode(self), self.training))
             try:
-                self.plan.forward(*args, **kwargs)
+                self.plan.forward(self.block, *args, **kwargs)
             except _StopRecompute:
                 return
         if filler.position < filler.stop:
@@ -232,6 +246,11 @@ class _Filler:
 def _unpack(slot: Any) -> Tensor:
     if isinstance(slot, Tensor):
         return slot
+    if torch.is_grad_enabled():
+        raise RecomputeError(
+            f"{slot.region.plan.name}: second derivatives (create_graph=True) do not go through a recomputed block; "
+            "set this block's activation tier to keep"
+        )
     if slot.value is None:
         slot.region.recompute()
     assert slot.value is not None
@@ -239,52 +258,78 @@ def _unpack(slot: Any) -> Tensor:
     return value
 
 
-class _KeepMode(TorchDispatchMode):
-    """Forward: stores the outputs that the tier keeps."""
+class _OperatorMode(TorchDispatchMode):
+    """Sees the operators whose outputs may be stored, numbered alike in forward and recompute."""
 
     def __init__(self, region: Region) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.region = region
         self.rules = region.plan.keep
         self.watched = region.plan.watched
-        self.saw_watched = False
+
+    def may_store(self, func: Any, kwargs: dict[str, Any] | None) -> bool:
+        """Kept by the tier; or routing, or random numbers that no stash of generators can bring back."""
+        random = kwargs is not None and kwargs.get("generator") is not None
+        return func in self.rules or func in self.watched or random
+
+
+class _KeepMode(_OperatorMode):
+    """Forward: stores the outputs that the tier keeps. learning is told where something was found."""
+
+    def __init__(self, region: Region, buffers: BufferWatch, learning: _CurrentFunction | None) -> None:
+        super().__init__(region)
+        self.buffers = buffers
+        self.learning = learning
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        store = self.may_store(func, kwargs)
+        if func._schema.is_mutable and args and self.buffers.before_write(args[0]):
+            self._found_something()
+        if not store:
+            return func(*args, **(kwargs or {}))
+        before = self._random_state(func)
         output = func(*args, **(kwargs or {}))
-        if (rule := self.rules.get(func)) is not None:
-            self._store(func, output, rule(args, output))
-        elif (rule := self.watched.get(func)) is not None or (kwargs and kwargs.get("generator") is not None):
-            # Routing that decides other shapes, and random numbers that no stash of generators can bring back.
-            self.saw_watched = True
-            self._store(func, output, rule is None or rule(args, output))
+        rule = self.rules.get(func) or self.watched.get(func)
+        self._store(func, output, keep=rule is None or rule(args, output), random_before=before)
         return output
 
-    def _store(self, func: Any, output: Any, keep: bool) -> None:
+    def _random_state(self, func: Any) -> tuple[Tensor, ...] | None:
+        if self.region.random_state is None or torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        return self.region.plan.random.get_state()
+
+    def _store(self, func: Any, output: Any, *, keep: bool, random_before: tuple[Tensor, ...] | None) -> None:
+        self._found_something()
         kept = _Kept(func, None, (), len(self.region.slots))
-        if keep:
-            copy = _cloned if func._schema.is_mutable else _aliased
-            kept.tensors = tree_map_only(Tensor, copy, output)
-            kept.versions = _versions(kept.tensors)
         self.region.kept.append(kept)
+        if not keep:
+            return
+        # Choices and private noise are small, cannot be made again, and are often changed in place: store a copy.
+        copy = _aliased if func in self.rules and not func._schema.is_mutable else _cloned
+        kept.tensors = copy(output) if isinstance(output, Tensor) else tree_map_only(Tensor, copy, output)
+        kept.versions = _versions(kept.tensors)
+        if random_before is not None:
+            after = self.region.plan.random.get_state()
+            kept.random_after = None if same_state(random_before, after) else after
+
+    def _found_something(self) -> None:
+        if self.learning is not None:
+            self.learning.found.add(self.learning.function or _ANYWHERE)
 
 
-class _ReplayMode(TorchDispatchMode):
+class _ReplayMode(_OperatorMode):
     """Recompute: operators that were kept return what was stored."""
 
     def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
-        self.rules = region.plan.keep
-        self.watched = region.plan.watched
+        super().__init__(region)
         self.position = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        stored = func in self.rules or func in self.watched or (kwargs and kwargs.get("generator") is not None)
-        if not stored or self.position >= len(self.region.kept):
+        if not self.may_store(func, kwargs) or self.position >= len(self.region.kept):
             return func(*args, **(kwargs or {}))
         kept = self.region.kept[self.position]
         self.position += 1
@@ -296,15 +341,49 @@ class _ReplayMode(TorchDispatchMode):
         # An output that was overwritten after its operator ran (an in-place activation) is made again.
         if tensors is None or _versions(tensors) != kept.versions:
             return func(*args, **(kwargs or {}))
-        if func._schema.is_mutable:
-            return args[0].copy_(tensors)
-        return tensors
+        if kept.random_after is not None:
+            self.region.plan.random.set_state(kept.random_after)
+        return args[0].copy_(tensors) if func._schema.is_mutable else tensors
+
+
+class _CurrentFunction(TorchFunctionMode):
+    """Knows the outermost function of torch that is running, and collects those in which something was found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function: Any = None
+        self.found: set[Any] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.function = func
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.function = None
+
+
+class _InsideFunctions(TorchFunctionMode):
+    """Turns a dispatch mode on inside some functions only."""
+
+    def __init__(self, mode: _OperatorMode, functions: set[Any]) -> None:
+        super().__init__()
+        self.mode, self.functions = mode, functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in self.functions:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        with self.mode:
+            return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _aliased(tensor: Tensor) -> Tensor:
     # A dispatch mode runs below the key that makes views share a version counter; without it a later in-place
     # change of the output would go unseen.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
@@ -313,10 +392,14 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def _detached(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return tensor  # pack hooks tell parameters from other tensors, so recompute must see one too
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _versions(tree: Any) -> tuple[int, ...]:
+    if isinstance(tree, Tensor):
+        return (tree._version,)
     versions: list[int] = []
     tree_map_only(Tensor, lambda tensor: versions.append(tensor._version), tree)
     return tuple(versions)
@@ -324,46 +407,3 @@ def _versions(tree: Any) -> tuple[int, ...]:
 
 def _any_fake(tree: Any) -> bool:
     return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(tree))
-
-
-def _equal(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(first, second))
-
-
-def _buffer_versions(block: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (id(buffer), buffer._version) for name, buffer in block.named_buffers()}
-
-
-class _random_state:  # noqa: N801
-    """The generators as they stood in forward, for the length of a recompute."""
-
-    def __init__(self, random: RandomState, state: tuple[Tensor, ...]) -> None:
-        self.random, self.state = random, state
-
-    def __enter__(self) -> None:
-        self.outer = self.random.get_state()
-        self.random.set_state(self.state)
-
-    def __exit__(self, *_: object) -> None:
-        self.random.set_state(self.outer)
-
-
-class _buffers_restored:  # noqa: N801
-    """Buffers that a block writes (token counters, running statistics) must not move twice for one batch."""
-
-    def __init__(self, plan: RecomputePlan) -> None:
-        self.plan = plan
-
-    def __enter__(self) -> None:
-        self.saved = [
-            (module, name, buffer, buffer.clone())
-            for module in (self.plan.block.modules() if self.plan.writes_buffers else ())
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for module, name, buffer, value in self.saved:
-                buffer.copy_(value)
-                module._buffers[name] = buffer

@@ -66,6 +66,14 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """The second update of this process was recorded, and this is what it took: as much as every other one."""
+
+    step: int
+    profile: Profile
+
+
+@dataclass(frozen=True)
 class Evaluated:
     step: int
     held_out_loss: float
@@ -84,7 +92,7 @@ class Interrupted:
     step: int
 
 
-Event = Preparing | Archived | Resumed | Started | StepDone | Evaluated | Saved | Interrupted
+Event = Preparing | Archived | Resumed | Started | StepDone | Measured | Evaluated | Saved | Interrupted
 
 
 @dataclass(frozen=True)

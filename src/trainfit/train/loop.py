@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,11 +19,12 @@ from trainfit.step import Strategy, build_step
 from trainfit.train.checkpoint import RunState, load_checkpoint, read_state
 from trainfit.train.data import TextData, prepare_data
 from trainfit.train.events import Archived, Preparing, Resumed, Started, TrainReport
+from trainfit.train.measured import MeasuredUpdate
 from trainfit.train.metrics import MetricsWriter
 from trainfit.train.packing import unigram_loss, updates_per_epoch
 from trainfit.train.reading import changed_keys
 from trainfit.train.recipe import Recipe
-from trainfit.train.run import MeasureUpdate, OnEvent, Run
+from trainfit.train.run import OnEvent, Run
 from trainfit.train.run_folder import SUMMARY_FILE, RunFolder
 from trainfit.workload import Workload
 
@@ -40,36 +41,38 @@ def train(
     plan: Mapping[str, Any] | None = None,
     on_event: OnEvent = lambda event: None,
     resume: bool = False,
-    measure_update: MeasureUpdate | None = None,
+    measure: bool = True,
 ) -> TrainReport:
     """Train as the recipe says, each update run as the strategy says, and leave a run folder.
 
-    plan: what plan.json will hold; its "hash" goes into checkpoints. measure_update: how the second update is measured
-    where the device's allocator keeps no peak (the CPU). Ctrl-C or SIGTERM ends the run after the update it falls in,
+    plan: what plan.json will hold; its "hash" goes into checkpoints. measure: record the second update, so that the
+    report has a Profile to set against the prediction. Ctrl-C or SIGTERM ends the run after the update it falls in,
     saved. Raises RecipeError, DataError or ResumeError before the first update, with nothing left half-written, and
     TrainfitError when the loss is no longer finite.
     """
     began = time.perf_counter()
     plan = plan or {"strategy": strategy.to_json(), "hash": strategy.hash}
     folder = RunFolder(Path(recipe.run_folder).expanduser())
-    try:
-        saved = _saved_state(recipe, folder) if resume else None
-        if not resume:
-            folder.refuse_unfinished()
-        data = _prepare_data(recipe, folder, workload, on_event, resume)
-        run = _build(recipe, strategy, workload, accelerator, folder, data, str(plan.get("hash", "")), on_event)
-        if saved is not None:
-            _restore(run, saved)
-    except BaseException:  # Ctrl-C included: a run that never began leaves no empty folders
-        folder.undo()
-        raise
-    if not resume and (archive := folder.archive()) is not None:
-        on_event(Archived(archive))
-    folder.begin(plan, recipe.to_json())
-    baseline = unigram_loss(data.train, data.held_out, run.held_out_indices, data.vocab_size)
-    on_event(_started(run, baseline))
-    with MetricsWriter(folder.path, after_step=run.step_number) as metrics, _deferred_interrupt() as stop:
-        interrupted = run.go(metrics, stop, measure_update)
+    with ExitStack() as stack:
+        try:
+            saved = _saved_state(recipe, folder) if resume else None
+            if not resume:
+                folder.refuse_unfinished()
+            data = _prepare_data(recipe, folder, workload, on_event, resume)
+            measured = stack.enter_context(MeasuredUpdate(accelerator)) if measure else None
+            run = _build(recipe, strategy, workload, accelerator, folder, data, str(plan.get("hash", "")), on_event)
+            if saved is not None:
+                _restore(run, saved)
+        except BaseException:  # Ctrl-C included: a run that never began leaves no empty folders
+            folder.undo()
+            raise
+        if not resume and (archive := folder.archive()) is not None:
+            on_event(Archived(archive))
+        folder.begin(plan, recipe.to_json())
+        baseline = unigram_loss(data.train, data.held_out, run.held_out_indices, data.vocab_size)
+        on_event(_started(run, baseline))
+        with MetricsWriter(folder.path, after_step=run.step_number) as metrics, _deferred_interrupt() as stop:
+            interrupted = run.go(metrics, stop, measured)
     report = run.report(interrupted=interrupted, unigram_loss=baseline, total_seconds=time.perf_counter() - began)
     if not interrupted:
         folder.write_json(SUMMARY_FILE, report.to_json())

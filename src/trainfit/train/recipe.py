@@ -157,8 +157,8 @@ class Recipe(_Section):
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences in one optimizer step, as near tokens_per_step as whole sequences come without passing it."""
-        return self.tokens_per_step // self.seq_len
+        """Sequences in one optimizer step: as near tokens_per_step as whole sequences come, as in a plan's Target."""
+        return max(1, round(self.tokens_per_step / self.seq_len))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values with paths as they were written, so that a moved folder is still the same recipe."""

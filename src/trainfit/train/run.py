@@ -17,7 +17,8 @@ from trainfit.step import StepResult, TrainStep
 from trainfit.train.checkpoint import RunState, save_checkpoint
 from trainfit.train.data import TextData
 from trainfit.train.evaluate import held_out_loss
-from trainfit.train.events import Evaluated, Event, Interrupted, Saved, StepDone, TrainReport
+from trainfit.train.events import Evaluated, Event, Interrupted, Measured, Saved, StepDone, TrainReport
+from trainfit.train.measured import MEASURED_UPDATE, MeasuredUpdate
 from trainfit.train.metrics import MetricsWriter
 from trainfit.train.packing import Indices, Position, windows
 from trainfit.train.recipe import Recipe
@@ -26,10 +27,6 @@ from trainfit.train.schedule import learning_rate_at
 from trainfit.workload.batch import MicroBatch
 
 OnEvent = Callable[[Event], None]
-MeasureUpdate = Callable[[Callable[[], StepResult]], Profile]
-"""Runs one update and gives its Profile."""
-
-_MEASURED_UPDATE = 2  # of this process: the first warms caches and, on a device, compiles kernels
 
 
 class Run:
@@ -63,7 +60,7 @@ class Run:
         """The held-out sequences of every evaluation: the same ones whatever the strategy."""
         return self.data.held_out.spread(self.recipe.evaluation.batches * self.recipe.sequences_per_step)
 
-    def go(self, metrics: MetricsWriter, stop: Callable[[], bool], measure_update: MeasureUpdate | None) -> bool:
+    def go(self, metrics: MetricsWriter, stop: Callable[[], bool], measured: MeasuredUpdate | None) -> bool:
         """Updates until the last, or until stop() after one. Returns whether it was stopped before the last."""
         strategy = self.step.strategy
         source = windows(
@@ -72,7 +69,7 @@ class Run:
         stopped = stop()
         while self.step_number < self.steps and not stopped:
             window, position = next(source)
-            done = self._update(window, measure_update)
+            done = self._update(window, measured)
             self.step_number, self.position = done.step, position
             values = {name: value for name, value in asdict(done).items() if name not in ("step", "steps", "epoch")}
             metrics.write(done.step, values)
@@ -84,20 +81,20 @@ class Run:
                 self._evaluate(metrics)
             if stopped or self._due(self.recipe.save.every):
                 self._save()
-        if measure_update is None and self._updates >= _MEASURED_UPDATE:
+        if self.measured is None and self._updates >= MEASURED_UPDATE:
             self.measured_peak_bytes = self.accelerator.memory.peak_bytes()
         return stopped
 
     def _due(self, every: int) -> bool:
         return self.step_number % every == 0 or self.step_number == self.steps
 
-    def _update(self, window: list[MicroBatch], measure_update: MeasureUpdate | None) -> StepDone:
+    def _update(self, window: list[MicroBatch], measured: MeasuredUpdate | None) -> StepDone:
         optimizer = self.recipe.optimizer
         rate = learning_rate_at(self.step_number, self.steps, optimizer.learning_rate, self.recipe.schedule)
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
         began = time.perf_counter()
-        result = self._run_step(window, measure_update)
+        result = self._run_step(window, measured)
         loss = float(result.loss)  # waits for the device, so the clock stops after the update and not before
         norm = None if result.gradient_norm is None else float(result.gradient_norm)
         seconds = time.perf_counter() - began
@@ -116,23 +113,17 @@ class Run:
             memory_bytes=self.accelerator.memory.current_bytes(),
         )
 
-    def _run_step(self, window: list[MicroBatch], measure_update: MeasureUpdate | None) -> StepResult:
+    def _run_step(self, window: list[MicroBatch], measured: MeasuredUpdate | None) -> StepResult:
         self._updates += 1
-        if self._updates != _MEASURED_UPDATE:
+        if self._updates != MEASURED_UPDATE:
             return self.step(window)
-        if measure_update is None:
+        if measured is None:
             self.accelerator.memory.reset_peak()
             return self.step(window)
-        results: list[StepResult] = []
-
-        def update() -> StepResult:
-            results.append(self.step(window))
-            return results[-1]
-
-        self.measured = measure_update(update)
-        assert len(results) == 1, f"measure_update ran the update {len(results)} times; it must run it once"
+        result, self.measured = measured.run(self.step, lambda: self.step(window))
         self.measured_peak_bytes = self.measured.peak_bytes
-        return results[0]
+        self.on_event(Measured(self.step_number + 1, self.measured))
+        return result
 
     def _check_finite(self, result: StepResult, loss: float, norm: float | None, rate: float) -> None:
         if result.skipped or (isfinite(loss) and (norm is None or isfinite(norm))):
@@ -150,7 +141,7 @@ class Run:
         self.tokens += num_tokens
         self._seconds += seconds
         # The first updates are slow (warm-up, measuring) and would hide what the rest of the run does.
-        if self._updates > _MEASURED_UPDATE:
+        if self._updates > MEASURED_UPDATE:
             self._timed_tokens += num_tokens
             self._timed_seconds += seconds
 

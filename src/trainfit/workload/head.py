@@ -14,8 +14,11 @@ from trainfit.workload.huggingface import training_call
 from trainfit.workload.probe import HeadWatch, ambient, evaluating, plain_linear, run_fake
 
 
-def split_head(model: nn.Module, anatomy: Anatomy) -> HeadSplit | str:
-    """The model's two halves, or one short reason why it cannot be halved."""
+def split_head(model: nn.Module, anatomy: Anatomy, *, seq_len: int = 2) -> HeadSplit | str:
+    """The model's two halves, or one short reason why it cannot be halved.
+
+    seq_len: tokens to try a user's module on; one with position tables of a fixed length takes no other.
+    """
     if anatomy.head is None:
         return "no output layer was found"
     head = model.get_submodule(anatomy.head)
@@ -29,7 +32,7 @@ def split_head(model: nn.Module, anatomy: Anatomy) -> HeadSplit | str:
     if anatomy.embedding is None:
         return "no token embedding was found, so the split cannot be tried out"
     stopped = _StoppedModule(model, head)
-    reason = _reason_against(stopped)
+    reason = _reason_against(stopped, seq_len)
     return stopped if reason is None else reason
 
 
@@ -152,12 +155,12 @@ def _stop(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
     raise _StopAtHead(arguments[0])
 
 
-def _reason_against(split: _StoppedModule) -> str | None:
+def _reason_against(split: _StoppedModule, seq_len: int) -> str | None:
     """Why head(hidden) would not be the module's output; None if it would."""
     head = split._head
     try:
         with HeadWatch(head) as watch:
-            output = run_fake(split._model)
+            output = run_fake(split._model, seq_len)
     except Exception as error:
         return f"its forward cannot be tried out on fake tensors ({type(error).__name__})"
     if watch.calls != 1:
@@ -166,6 +169,7 @@ def _reason_against(split: _StoppedModule) -> str | None:
         return "its output is not what its output layer returns"
     if watch.seen_ambient != ambient(head):
         return "its output layer runs under its own autocast or no_grad"
-    if output.shape != (1, 2, head.out_features):
-        return f"its output for 2 tokens has shape {tuple(output.shape)}, not (1, 2, {head.out_features})"
+    expected = (1, seq_len, head.out_features)
+    if output.shape != expected:
+        return f"its output for {seq_len} tokens has shape {tuple(output.shape)}, not {expected}"
     return None

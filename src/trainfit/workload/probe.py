@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -79,18 +80,31 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def run_fake(model: nn.Module) -> Tensor:
-    """The output for two tokens, on fake tensors: nothing is computed, no random number drawn, no buffer changed."""
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """An operator that fails on fake tensors logs a traceback before it raises; the reason we give says enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@quiet_fake_tensors()
+def run_fake(model: nn.Module, seq_len: int) -> Tensor:
+    """The output for one row of seq_len tokens, on fake tensors: nothing is computed, drawn at random or written."""
     parameter = next(model.parameters())
     if isinstance(parameter, FakeTensor):
         with parameter.fake_mode:
-            return run_model(model, torch.zeros(1, 2, dtype=torch.long, device=parameter.device))
+            return run_model(model, torch.zeros(1, seq_len, dtype=torch.long, device=parameter.device))
     # Plain tensors that a module keeps as attributes are real: fake mode must take them as they are.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     fakes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
     with mode:
-        inputs = torch.zeros(1, 2, dtype=torch.long, device=parameter.device)
+        inputs = torch.zeros(1, seq_len, dtype=torch.long, device=parameter.device)
         with training_call(), without_cache(configs_of(model)):
             output = torch.func.functional_call(model, fakes, (inputs,))
     return output if isinstance(output, Tensor) else output.logits

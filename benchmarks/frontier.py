@@ -1,0 +1,158 @@
+"""Speed against memory on the reference model: benchmarks/fair.sh python benchmarks/frontier.py [rounds]
+
+Every variant runs one step in turn, round after round, so that a noisy neighbour hits all alike. Time is the median of
+the rounds' ratios to the plain step of the same round; memory is the heap's peak above what is live between steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from reference_model import ReferenceConfig, ReferenceModel
+from trainfit.hardware import accelerator
+from trainfit.step import Strategy, build_step, parse_tiers
+from trainfit.techniques.adamw import make_adamw
+from trainfit.workload import MicroBatch, workload_from_module
+
+CONFIG = ReferenceConfig()
+# (activation, loss chunks, most x plain, most MB): the bounds are what a prototype reached.
+PLANS: tuple[tuple[str, int, float, float], ...] = (
+    ("keep", 8, 1.00, 378),
+    ("pointwise", 8, 1.04, 253),
+    ("4*full,4*pointwise", 8, 1.14, 156),
+    ("6*full,2*pointwise", 8, 1.15, 108),
+    ("full", 8, 1.19, 89),
+)
+
+
+class Heap:
+    """The preloaded heap counter."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        if not hasattr(self._library, "heap_peak"):
+            sys.exit("run it as: benchmarks/fair.sh python benchmarks/frontier.py")
+        self._library.heap_live.restype = self._library.heap_peak.restype = ctypes.c_int64
+
+    def live(self) -> int:
+        return int(self._library.heap_live())
+
+    def peak(self) -> int:
+        return int(self._library.heap_peak())
+
+    def reset(self) -> None:
+        self._library.heap_reset()
+
+
+@dataclass
+class Variant:
+    name: str
+    step: Callable[[], object]
+    max_ratio: float | None = None
+    max_megabytes: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    megabytes: list[float] = field(default_factory=list)
+
+    def run(self, heap: Heap) -> None:
+        gc.collect()
+        base = heap.live()
+        heap.reset()
+        begin = time.perf_counter()
+        self.step()
+        self.seconds.append(time.perf_counter() - begin)
+        self.megabytes.append((heap.peak() - base) / 1e6)
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return ReferenceModel(CONFIG)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(CONFIG.vocab_size, (CONFIG.batch_size, CONFIG.seq_len + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def plain_step(checkpoint: bool = False) -> Callable[[], object]:
+    """The loop as one writes it by hand, with the same optimizer."""
+    model = new_model()
+    optimizer = make_adamw(model.named_parameters(), WORKLOAD.optimizer)
+    ids, labels = tokens()
+    if checkpoint:
+        for block in model.blocks:
+            inner = block.forward
+            block.forward = lambda *args, _inner=inner: torch.utils.checkpoint.checkpoint(
+                _inner, *args, use_reentrant=False
+            )
+
+    def step() -> None:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def trainfit_step(activation: str, loss_chunks: int) -> Callable[[], object]:
+    strategy = Strategy(CONFIG.batch_size, tiers=parse_tiers(activation, CONFIG.num_blocks), loss_chunks=loss_chunks)
+    step = build_step(WORKLOAD, strategy, accelerator("cpu"), max_grad_norm=None, model=new_model())
+    batch = MicroBatch.of(*tokens())
+    return lambda: step([batch])
+
+
+WORKLOAD = workload_from_module(new_model, seq_len=CONFIG.seq_len, vocab_size=CONFIG.vocab_size)
+
+
+def main(rounds: int) -> int:
+    torch.set_num_threads(1)
+    heap = Heap()
+    variants = [
+        Variant("plain loop", plain_step()),
+        Variant("plain loop, every block checkpointed", plain_step(checkpoint=True)),
+        Variant("TrainStep, no technique", trainfit_step("keep", 1), max_ratio=1.02),
+    ]
+    variants += [
+        Variant(f"{activation}, loss in {chunks}", trainfit_step(activation, chunks), ratio, megabytes)
+        for activation, chunks, ratio, megabytes in PLANS
+    ]
+    for variant in variants:
+        variant.step()
+    for _ in range(rounds):
+        for variant in variants:
+            variant.run(heap)
+    return report(variants)
+
+
+def report(variants: list[Variant]) -> int:
+    table = Table("variant", "x plain", "bound", "peak MB", "bound", "seconds")
+    failed = 0
+    for variant in variants:
+        ratio = statistics.median(a / b for a, b in zip(variant.seconds, variants[0].seconds))
+        megabytes = statistics.median(variant.megabytes)
+        missed = [variant.max_ratio is not None and round(ratio, 2) > variant.max_ratio]
+        missed += [variant.max_megabytes is not None and megabytes > variant.max_megabytes]
+        failed += any(missed)
+        row = [variant.name, f"{ratio:.3f}", str(variant.max_ratio or ""), f"{megabytes:.1f}"]
+        row += [str(variant.max_megabytes or ""), f"{statistics.median(variant.seconds):.3f}"]
+        table.add_row(*row, style="red" if any(missed) else "")
+    Console(width=110).print(table)
+    print(f"{len(variants[0].seconds)} rounds, {failed} bounds missed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 9))

@@ -1,0 +1,139 @@
+"""trainfit train: a recipe to a finished run, planned before and compared after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainfit.cli.console import notes, output, print_json, status
+from trainfit.cli.failure import INTERRUPTED
+from trainfit.cli.options import JsonOption, RecipeArgument
+from trainfit.errors import InputError
+from trainfit.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainfit.cli.setup import Say
+    from trainfit.hardware import Hardware
+    from trainfit.plan import Plan
+    from trainfit.report import Comparison
+    from trainfit.train import Recipe, TrainReport
+    from trainfit.workload import Workload
+
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Recipe keys to set, such as optimizer.eps=1e-9.")
+]
+PlanOption = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="Take this plan instead of choosing one.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the run in the recipe's run_folder.")]
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    plan: PlanOption = None,
+    resume: ResumeOption = False,
+    json: JsonOption = False,
+) -> int:
+    """Train as a recipe says, within its memory, and show that the prediction was right.
+
+    Ctrl-C saves and stops; --resume goes on to the bit.
+
+    [dim]trainfit train recipes/quickstart.yaml steps=50 memory=400MiB[/]
+    """
+    console = notes() if json else output()
+    with status(console, "Importing torch") as say:
+        from trainfit.cli.progress import TrainingDisplay
+        from trainfit.cli.setup import local_device, require_free
+        from trainfit.report import plan_view
+        from trainfit.train import load_recipe, recipe_workload
+        from trainfit.train import train as run_training
+
+        settings = load_recipe(recipe, overrides or ())
+        device, hardware = local_device(None, settings)
+        say("Building the model")
+        workload = recipe_workload(settings)
+        made = _plan(settings, workload, hardware, plan, resume, say)
+        require_free(made.predicted.peak_bytes, device, "the planned step")
+    console.print(plan_view(made), "")
+    with TrainingDisplay(console, made.budget_bytes) as display:
+        report = run_training(
+            settings, made.strategy, workload, device, plan=made.to_json(), on_event=display.on_event, resume=resume
+        )
+    return _finish(report, made, console, json=json)
+
+
+def _plan(recipe: Recipe, workload: Workload, hardware: Hardware, path: Path | None, resume: bool, say: Say) -> Plan:
+    from trainfit.cli.setup import plan_recipe, read_plan, refuse_other_plan
+
+    if path is not None:
+        made = read_plan(path)
+        refuse_other_plan(made, recipe, workload, hardware)
+        return made
+    earlier = Path(recipe.run_folder).expanduser() / "plan.json"
+    if resume and earlier.is_file():
+        # The plan that the run began with: another one, though as good, would sum in another order.
+        made = read_plan(earlier)
+        try:
+            refuse_other_plan(made, recipe, workload, hardware)
+        except InputError:
+            return plan_recipe(recipe, workload, hardware, say)
+        return made
+    return plan_recipe(recipe, workload, hardware, say)
+
+
+def _finish(report: TrainReport, plan: Plan, console: Console, *, json: bool) -> int:
+    from trainfit.report import compare
+
+    comparison = None
+    if report.measured is not None:
+        comparison = compare(plan.predicted, _with_mean_time(report, plan))
+    if json:
+        print_json(_to_json(report, plan, comparison))
+    else:
+        _print_summary(report, comparison, console)
+    if report.interrupted:
+        progress = f"interrupted at step {report.steps} of {report.planned_steps}"
+        notes().print(f"{progress}, saved in {report.run_folder}; go on with --resume", markup=False)
+        return INTERRUPTED
+    return 0
+
+
+def _with_mean_time(report: TrainReport, plan: Plan) -> Any:
+    """The measured profile with the time of the later steps: recording the second one slowed it down."""
+    assert report.measured is not None
+    if not report.tokens_per_second:
+        return replace(report.measured, step_seconds=0.0)
+    tokens = plan.target.sequences_per_step * plan.target.seq_len
+    return replace(report.measured, step_seconds=tokens / report.tokens_per_second)
+
+
+def _to_json(report: TrainReport, plan: Plan, comparison: Comparison | None) -> dict[str, Any]:
+    error = None if comparison is None else comparison.relative_error
+    return {**report.to_json(), "plan": plan.to_json(), "relative_error": error}
+
+
+def _print_summary(report: TrainReport, comparison: Comparison | None, console: Console) -> None:
+    from trainfit.report import comparison_view, facts
+
+    console.print("")
+    if comparison is not None:
+        console.print(comparison_view(comparison))
+    rows = [
+        ("held-out loss", _held_out(report)),
+        ("speed", f"{report.tokens_per_second:,.0f} tokens/s over {report.steps} steps"),
+        ("time", f"{format_seconds(report.total_seconds)}, of it {format_seconds(report.seconds)} in training steps"),
+        ("run folder", str(report.run_folder)),
+    ]
+    console.print("", facts(rows))
+
+
+def _held_out(report: TrainReport) -> str:
+    if report.held_out_loss is None:
+        return f"not reached; the unigram model of the same text has {report.unigram_loss:.3f}"
+    return f"{report.held_out_loss:.3f} nats a token; the unigram model of the same text has {report.unigram_loss:.3f}"

@@ -1,0 +1,128 @@
+"""What a rehearsal predicts is what the allocator measures, and what theory says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plain import CPU, random_batch, small_workload, tiny_workload
+from torch import Tensor, nn
+
+from trainfit.hardware import this_machine
+from trainfit.rehearsal import measure, rehearse
+from trainfit.step import Strategy, parse_tiers
+from trainfit.workload import Workload, workload_from_module
+
+SETTINGS = {
+    "plain": ("keep", {}),
+    "pointwise-accumulated": ("pointwise", {"accumulation_steps": 3}),
+    "full-chunked": ("full", {"loss_chunks": 4}),
+    "mixed-bf16": ("2*full,2*pointwise", {"precision": "bf16", "loss_chunks": 4}),
+}
+
+
+def strategy_of(workload: Workload, setting: str) -> Strategy:
+    activation, knobs = SETTINGS[setting]
+    return Strategy(2, tiers=parse_tiers(activation, len(workload.anatomy().blocks)), **knobs)
+
+
+def assert_predicted(workload: Workload, strategy: Strategy) -> None:
+    predicted = rehearse(workload, strategy, this_machine("cpu"))
+    measured = measure(workload, strategy, CPU, steps=0)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
+    assert predicted.resident_bytes == pytest.approx(measured.resident_bytes, rel=0.001)
+    assert sum(predicted.categories.values()) == predicted.peak_bytes
+    assert max(predicted.phases.values()) == predicted.phases[predicted.peak_phase] == predicted.peak_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_predicted_peak_is_the_measured_one(family: str, setting: str):
+    workload = tiny_workload(family, seq_len=128)
+    assert_predicted(workload, strategy_of(workload, setting))
+
+
+class Averaging(nn.Module):
+    """A user's own model: tokens see the mean of those before them. No attention, a head with a bias."""
+
+    def __init__(self, dim: int = 64, vocab_size: int = 500) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.layers = nn.ModuleList([GatedMean(dim) for _ in range(4)])
+        self.head = nn.Linear(dim, vocab_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class GatedMean(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        value, gate = self.mix(self.norm(x)).chunk(2, -1)
+        return x + self.out(value.cumsum(1) / counts * torch.sigmoid(gate))
+
+
+@pytest.mark.parametrize("setting", ["plain", "full-chunked"])
+def test_predicted_peak_of_a_users_module_is_the_measured_one(setting: str):
+    workload = workload_from_module(Averaging, seq_len=256, vocab_size=500)
+    assert_predicted(workload, strategy_of(workload, setting))
+
+
+def test_parameters_and_states_are_exact_and_gradients_are_counted():
+    workload = tiny_workload("gpt2", seq_len=16)
+    profile = rehearse(workload, Strategy(1), this_machine("cpu"))
+    model = workload.make_model()
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert profile.categories["parameters"] == parameters + sum(b.nbytes for b in model.buffers())
+    assert profile.categories["optimizer"] == 2 * parameters + 4 * len(list(model.parameters()))
+    assert profile.phases["optimizer"] >= profile.resident_bytes + parameters
+
+
+def test_logits_of_a_large_vocabulary_are_seen_and_chunks_take_them_away():
+    """ME-01: fp32 log-probabilities and two gradients live together, and none of them in chunks.
+
+    Of a large batch and a narrow model everything else is small. In bf16 the logits' own gradient is in bf16 too.
+    """
+    vocab_size, rows, seq_len, chunks = 128_000, 8, 64, 16
+    workload = small_workload("llama", seq_len=seq_len, vocab_size=vocab_size)
+    logits = rows * seq_len * vocab_size * 4
+    hardware = this_machine("cpu")
+
+    def peak(precision: str, loss_chunks: int) -> int:
+        strategy = Strategy(rows, precision=precision, tiers=("full", "full"), loss_chunks=loss_chunks)
+        return rehearse(workload, strategy, hardware).peak_bytes
+
+    head = vocab_size * 32 * 4
+    assert peak("fp32", 1) - peak("fp32", chunks) == pytest.approx((3 - 1 / chunks) * logits - head, rel=0.02)
+    profile = rehearse(workload, Strategy(rows, loss_chunks=1), hardware)
+    assert profile.peak_bytes > 3 * logits
+    # Loss in fp32 whatever the compute dtype: the low-precision logits come on top, they do not replace anything.
+    assert peak("bf16", 1) >= peak("fp32", 1)
+    assert peak("bf16", 1) - peak("bf16", chunks) > 2.5 * logits
+
+
+def test_each_tier_lowers_the_predicted_peak():
+    """CK-11, in a setting where activations are most of the peak."""
+    workload = tiny_workload("llama", seq_len=256, vocab_size=64)
+    peaks = [
+        rehearse(workload, Strategy(8, tiers=(tier,) * 4), this_machine("cpu")).peak_bytes
+        for tier in ("keep", "pointwise", "attention", "full")
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 4
+
+
+def test_a_rehearsal_computes_nothing_and_draws_nothing():
+    workload = tiny_workload("gpt2", seq_len=16)
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    rehearse(workload, Strategy(1, tiers=("full",) * 4), this_machine("cpu"))
+    assert torch.equal(torch.rand(3), expected)
+    assert random_batch(workload).inputs.sum() > 0  # and fake mode is over

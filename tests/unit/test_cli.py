@@ -1,0 +1,200 @@
+"""The verbs: their JSON, their exit codes, and what they print, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainfit.cli.main import main
+from trainfit.hardware import catalogue, find_device
+from trainfit.techniques.chunked_loss import auto_chunks
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+VERBS = ("plan", "rehearse", "train", "measure", "verify", "devices")
+PROFILE_KEYS = {"peak_bytes", "peak_phase", "phases", "categories", "resident_bytes", "step_seconds"}
+STEP = ("--seq-len", "32", "--micro-batch", "2")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def run_json(capsys, *arguments: str, code: int = 0) -> dict:
+    assert main([*arguments, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert err.count("\n") == (1 if code else 0)
+    return json.loads(out)
+
+
+def run_text(capsys, *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
+def test_help_imports_no_torch(arguments):
+    code = (
+        "import sys; from trainfit.cli.main import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: trainfit" in done.stdout
+
+
+def test_python_m_trainfit_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "trainfit", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("trainfit ")
+
+
+def test_rehearse_has_the_keys_and_adds_up(capsys):
+    profile = run_json(capsys, "rehearse", "config.json", *STEP)
+    assert profile.keys() >= PROFILE_KEYS
+    assert sum(profile["categories"].values()) == profile["peak_bytes"] == max(profile["phases"].values())
+    assert profile["peak_phase"] in profile["phases"]
+
+
+def test_rehearse_follows_its_options(capsys):
+    plain = run_json(capsys, "rehearse", "config.json", *STEP)
+    options = ("--activation", "1*full,2*pointwise", "--loss-chunks", "auto", "--accumulation", "3")
+    other = run_json(capsys, "rehearse", "config.json", *STEP, *options, "--device", "h100", "--precision", "auto")
+    assert other["strategy"]["tiers"] == ["full", "pointwise", "pointwise"]
+    assert other["strategy"]["accumulation_steps"] == 3
+    assert other["strategy"]["loss_chunks"] == auto_chunks(2 * 32, LLAMA["vocab_size"], LLAMA["hidden_size"]) == 10
+    assert (plain["strategy"]["precision"], other["strategy"]["precision"]) == ("fp32", "bf16")
+    assert other["device"] == "h100"
+    assert {"precision auto took bf16 on h100", "loss chunks auto took 10"} <= set(other["notes"])
+
+
+def test_auto_precision_on_a_cpu_is_fp32(capsys):
+    profile = run_json(capsys, "rehearse", "config.json", *STEP, "--device", "cpu", "--precision", "auto")
+    assert profile["strategy"]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(("tokens", "vocab_size", "dim"), [(1024, 32000, 4096), (8, 50257, 768), (64, 10, 512)])
+def test_auto_chunks_makes_pieces_no_larger_than_the_hidden_states(tokens, vocab_size, dim):
+    chunks = auto_chunks(tokens, vocab_size, dim)
+    assert 1 <= chunks <= tokens
+    assert tokens / chunks * vocab_size <= tokens * dim or chunks == tokens
+    assert chunks == 1 or tokens / (chunks - 1) * vocab_size > tokens * dim  # one piece less would be too large
+
+
+def test_measure_agrees_with_what_was_predicted(capsys):
+    answer = run_json(capsys, "measure", "config.json", *STEP, "--steps", "1", "--device", "cpu")
+    assert answer["predicted"].keys() >= PROFILE_KEYS
+    assert answer["measured"].keys() >= PROFILE_KEYS
+    assert answer["relative_error"] == answer["predicted"]["peak_bytes"] / answer["measured"]["peak_bytes"] - 1
+    assert abs(answer["relative_error"]) < 0.01
+
+
+def test_measure_alone_writes_nothing_but_json():
+    """In a process of its own: what the profiler's C++ writes would pass by capsys."""
+    command = [sys.executable, "-m", "trainfit", "measure", "config.json", *STEP, "--steps", "0", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["relative_error"] is not None
+
+
+def test_plan_that_fits(capsys):
+    target = ("--device", "h100", "--seq-len", "32", "--tokens-per-step", "1000", "--memory", "1GiB")
+    plan = run_json(capsys, "plan", "config.json", *target)
+    assert plan.keys() >= {"fits", "budget_bytes", "chosen", "alternatives", "reason", "hash"}
+    assert plan["fits"]
+    assert plan["budget_bytes"] == 2**30
+    strategy, predicted = plan["chosen"]["strategy"], plan["chosen"]["predicted"]
+    assert predicted.keys() >= PROFILE_KEYS
+    assert strategy["micro_batch_size"] * strategy["accumulation_steps"] == 31  # 1000 / 32 rounded to the nearest
+    assert any("1000 tokens" in note and "992" in note for note in plan["notes"])
+
+
+def test_plan_that_does_not_fit_is_still_json(capsys):
+    target = ("--device", "cpu", "--seq-len", "32", "--tokens-per-step", "64", "--memory", "100kiB")
+    assert main(["plan", "config.json", *target, "--json"]) == 2
+    out, err = capsys.readouterr()
+    plan = json.loads(out)
+    assert not plan["fits"]
+    assert err == f"error: {plan['reason']}\n"
+    assert "KiB" in err
+
+
+def test_devices_lists_this_machine_and_the_catalogue(capsys):
+    rows = run_json(capsys, "devices")["devices"]
+    assert [row["device"] for row in rows] == ["this", *(spec.name for spec in catalogue())]
+    h100 = next(row for row in rows if row["device"] == "h100")
+    assert h100["usable_bytes"] == find_device("h100").usable_bytes
+    assert h100["memory_bytes"]["source"]
+
+
+def test_verify_passes_and_says_by_how_much(capsys):
+    answer = run_json(capsys, "verify", "config.json", *STEP, "--activation", "every:2", "--loss-chunks", "4")
+    assert answer["passed"]
+    assert 0 <= answer["gradient_difference"] <= answer["tolerance"]
+
+
+def test_verify_that_fails_is_exit_code_1(capsys, monkeypatch):
+    import trainfit.rehearsal
+
+    honest = trainfit.rehearsal.verify
+
+    def broken(*arguments, **options):
+        return replace(honest(*arguments, **options), passed=False, gradient_difference=0.5)
+
+    monkeypatch.setattr(trainfit.rehearsal, "verify", broken)
+    assert run_json(capsys, "verify", "config.json", *STEP, code=1)["gradient_difference"] == 0.5
+
+
+def test_tables_fit_100_columns(capsys):
+    step = ("config.json", *STEP, "--activation", "every:2")
+    target = ("--device", "cpu", "--seq-len", "32", "--tokens-per-step", "640", "--memory", "3MiB")
+    for arguments in (
+        ("devices",),
+        ("rehearse", *step),
+        ("measure", *step, "--steps", "1"),
+        ("verify", *step),
+        ("plan", "config.json", *target),
+    ):
+        lines = run_text(capsys, *arguments).splitlines()
+        assert max(map(len, lines)) <= 100, arguments
+
+
+def test_rehearse_prints_peak_and_place(capsys):
+    text = run_text(capsys, "rehearse", "config.json", *STEP)
+    assert "Peak " in text
+    assert "At the peak" in text
+    assert "micro batch" in text
+
+
+def test_the_entry_point_gives_the_exit_code(folder: Path):
+    done = subprocess.run([sys.executable, "-m", "trainfit", "rehearse"], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 2
+    assert done.stderr == "error: missing argument 'MODEL'; see `trainfit rehearse --help`\n"
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    """As in `trainfit devices | head -1`."""
+    for arguments in (["devices"], ["devices", "--json"]):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainfit", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 1

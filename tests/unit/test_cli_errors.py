@@ -1,0 +1,218 @@
+"""Bad input: exit code 2, one line with the next move, nothing on stdout, no files left."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import trainfit.cli.main as cli
+from trainfit.cli.failure import explain
+from trainfit.cli.main import main
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+RECIPE = f"""\
+model: {json.dumps(LLAMA)}
+data: {{paths: text, tokenizer: {{vocab_size: 300}}, held_out_fraction: 0.1}}
+seq_len: 16
+tokens_per_step: 64
+steps: 2
+run_folder: run
+"""
+MODEL = ("config.json", "--seq-len", "32")
+TARGET = ("plan", *MODEL, "--device", "cpu", "--tokens-per-step", "64")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRAINFIT_DEBUG", raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "broken.json").write_text('{"model_type": "llama",')
+    (tmp_path / "zero.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 0}))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "broken.yaml").write_text("model: [llama\nseq_len: 3")
+    (tmp_path / "a_file").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "text").mkdir()
+    for number in range(12):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"file {number}: " + f"{number * 7} and {number * 3}; " * 20)
+    return tmp_path
+
+
+CASES = [
+    # the command line itself
+    (["plann"], "plan"),
+    (["rehearse"], "missing argument 'MODEL'"),
+    (["rehearse", *MODEL, "--micro-bach", "2"], "did you mean --micro-batch"),
+    (["rehearse", *MODEL, "--micro-batch", "two"], "--micro-batch"),
+    (["rehearse", *MODEL, "--device"], "--device"),
+    (["devices", "h100"], "unexpected extra argument"),
+    # models
+    (["rehearse", "llama-2-7x", "--seq-len", "32"], "llama-2-7b"),
+    (["rehearse", "none.json", "--seq-len", "32"], "no file none.json"),
+    (["rehearse", "broken.json", "--seq-len", "32"], "line 1"),
+    (["rehearse", "zero.json", "--seq-len", "32"], "num_hidden_layers"),
+    (["rehearse", "empty", "--seq-len", "32"], "no "),
+    (["rehearse", "config.json"], "--seq-len is missing"),
+    # sizes
+    (["rehearse", "config.json", "--seq-len", "129"], "128"),
+    (["rehearse", "config.json", "--seq-len", "-5"], "--seq-len is -5"),
+    (["rehearse", "config.json", "--seq-len", "999999999"], "--seq-len is 999999999"),
+    (["rehearse", *MODEL, "--micro-batch", "0"], "--micro-batch is 0"),
+    (["rehearse", *MODEL, "--micro-batch", "999999999999"], "--micro-batch is 999999999999"),
+    (["rehearse", *MODEL, "--accumulation", "-1"], "--accumulation is -1"),
+    (["rehearse", *MODEL, "--loss-chunks", "0"], "--loss-chunks is '0'"),
+    (["rehearse", *MODEL, "--loss-chunks", "33"], "32 tokens"),
+    (["measure", *MODEL, "--steps", "-1"], "--steps is -1"),
+    (["verify", *MODEL, "--steps", "0"], "--steps is 0"),
+    (["plan", *MODEL, "--device", "cpu", "--tokens-per-step", "64", "--devices", "0"], "--devices is 0"),
+    # choices
+    (["rehearse", *MODEL, "--activation", "ful"], "pointwise"),
+    (["rehearse", *MODEL, "--activation", "3*full"], "the model has 2"),
+    (["rehearse", *MODEL, "--activation", "every:0"], "every:1"),
+    (["rehearse", *MODEL, "--precision", "fp8"], "bf16"),
+    (["rehearse", *MODEL, "--precision", "fp16", "--device", "h100"], "fp16"),
+    (["rehearse", *MODEL, "--precision", "bf16", "--device", "ascend-910a"], "ascend-910a has no bf16"),
+    ([*TARGET, "--may-change", "model"], "precision"),
+    # devices
+    (["rehearse", *MODEL, "--device", "h10"], "h100"),
+    (["plan", *MODEL, "--device", "ascend-910b9", "--tokens-per-step", "64"], "ascend-910b"),
+    (["measure", *MODEL, "--device", "ascend-910b3"], "ascend-910b3 is not in this machine"),
+    (["measure", "llama-2-70b", "--seq-len", "128", "--device", "cpu"], "free"),
+    # budgets
+    ([*TARGET, "--memory", "much"], "60GiB"),
+    ([*TARGET, "--memory", "0"], "at least 1"),
+    ([*TARGET, "--memory", "-1GiB"], "is not a size"),
+    ([*TARGET, "--memory", "900TiB"], "is more than"),
+    (["plan", *MODEL, "--device", "cpu"], "--tokens-per-step is missing"),
+    (["plan", *MODEL, "--device", "cpu", "--tokens-per-step", "many"], "4M"),
+    # recipes
+    (["train"], "missing argument 'RECIPE'"),
+    (["train", "recipee.yaml"], "recipe.yaml"),
+    (["train", "broken.yaml"], "line"),
+    (["train", "recipe.yaml", "steps"], "key=value"),
+    (["train", "recipe.yaml", "seqlen=16"], "seq_len"),
+    (["train", "recipe.yaml", "memory=100kiB"], "does not fit"),
+    (["train", "recipe.yaml", "memory=900TiB"], "is more than"),
+    (["train", "recipe.yaml", "seq_len=256", "tokens_per_step=256"], "128"),
+    (["train", "recipe.yaml", "device=abacus"], "abacus"),
+    (["train", "recipe.yaml", "data.paths=short.txt"], "too short"),
+    (["train", "recipe.yaml", "data.paths=nowhere"], "nowhere"),
+    (["train", "recipe.yaml", "run_folder=a_file/run"], "cannot write"),
+    (["train", "recipe.yaml", "--resume"], "no checkpoint"),
+    (["train", "recipe.yaml", "--plan", "none.json"], "no plan at none.json"),
+    (["train", "recipe.yaml", "--plan", "broken.json"], "cannot read plan"),
+    (["train", "recipe.yaml", "--plan", "config.json"], "plan"),
+    (["measure", "nowhere.yaml"], "nowhere.yaml"),
+    (["verify", "recipe.yaml", "--seq-len", "200"], "128"),
+]
+
+
+def everything(folder: Path) -> set[tuple[str, int]]:
+    # A folder's own time changes when a file comes and goes, as the probe for write access does.
+    return {(str(path), 0 if path.is_dir() else path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def refuse(arguments, capsys, folder) -> str:
+    before = everything(folder)
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert code == 2, err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in err
+    assert everything(folder) == before
+    assert not out or arguments[0] in (
+        "plan",
+        "train",
+    )  # the plan may be printed before training finds its text wanting
+    return err
+
+
+@pytest.mark.parametrize(("arguments", "says"), CASES, ids=[" ".join(arguments) for arguments, _ in CASES])
+def test_bad_input_is_one_line(arguments, says, capsys, folder):
+    assert says in refuse(arguments, capsys, folder)
+
+
+def test_json_does_not_change_how_errors_look(capsys, folder):
+    assert refuse(["rehearse", *MODEL, "--device", "h10", "--json"], capsys, folder).startswith("error: unknown device")
+
+
+def test_resume_from_the_run_of_another_model(capsys, folder):
+    assert main(["train", "recipe.yaml"]) == 0
+    capsys.readouterr()
+    other = ["train", "recipe.yaml", "--resume", "steps=4", "model.num_hidden_layers=3"]
+    assert "num_hidden_layers" in refuse(other, capsys, folder)
+
+
+def test_plan_of_another_model_device_or_size(capsys, folder):
+    assert main(["plan", "recipe.yaml", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    train = ["train", "recipe.yaml", "--plan", "plan.json"]
+    assert "sequences a step 4" in refuse([*train, "tokens_per_step=128"], capsys, folder)
+    assert "number of blocks 2" in refuse([*train, "model.num_hidden_layers=3"], capsys, folder)
+    assert "model" in refuse([*train, "model=gpt2"], capsys, folder)
+    assert "raise memory" in refuse([*train, "memory=100kiB"], capsys, folder)
+    (folder / "plan.json").write_text(json.dumps({**plan, "device": "h100"}))
+    assert "hash" in refuse(train, capsys, folder)  # a plan that was edited is no plan
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_without_write_access(capsys, folder):
+    (folder / "empty").chmod(0o500)
+    assert "cannot write" in refuse(["train", "recipe.yaml", "run_folder=empty/run"], capsys, folder)
+
+
+# ---- failures that are not the user's input ------------------------------------------------------------------------
+
+
+def fail_with(error, monkeypatch, capsys):
+    def raise_it(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_invoke", raise_it)
+    code = main(["devices"])
+    return code, capsys.readouterr().err
+
+
+def test_ctrl_c_is_130_and_one_line(monkeypatch, capsys):
+    assert fail_with(KeyboardInterrupt(), monkeypatch, capsys) == (130, "error: interrupted\n")
+
+
+def test_a_bug_is_one_line_with_a_way_to_see_more(monkeypatch, capsys):
+    code, err = fail_with(ValueError("first\nsecond"), monkeypatch, capsys)
+    assert code == 1
+    assert err == "error: ValueError: first second; this is a bug: TRAINFIT_DEBUG=1 shows where\n"
+    monkeypatch.setenv("TRAINFIT_DEBUG", "1")
+    assert "Traceback" in fail_with(ValueError("first"), monkeypatch, capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (PermissionError(13, "Permission denied", "/there"), 2, "/there: Permission denied"),
+        (OSError(28, "No space left on device", "/full"), 1, "free some space"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "lower the micro batch"),
+        (MemoryError(), 1, "lower the micro batch"),
+    ],
+)
+def test_what_the_system_refuses(error, code, says):
+    found, line = explain(error)
+    assert found == code
+    assert says in line
+    assert "bug" not in line

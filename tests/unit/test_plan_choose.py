@@ -1,0 +1,137 @@
+"""choose(): the plan fits when it runs, a larger budget is never slower, and what does not fit is said with numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tiny_models import TINY_CONFIGS
+from trainfit.errors import DeviceError, RecipeError
+from trainfit.hardware import accelerator, find_device, this_machine
+from trainfit.plan import Plan, Target, choose
+from trainfit.plan.search import micro_batch_sizes, search, tier_splits
+from trainfit.rehearsal import measure, rehearse
+from trainfit.rehearsal.trace import Tracer
+from trainfit.units import parse_bytes
+from trainfit.workload import workload_from_config
+
+LLAMA = workload_from_config(TINY_CONFIGS["llama"], seq_len=128, name="tiny-llama")
+CPU = this_machine("cpu")
+
+
+def target(budget: str, **changes) -> Target:
+    return Target(**{"budget_bytes": parse_bytes(budget), "tokens_per_step": 8 * 128, "seq_len": 128} | changes)
+
+
+@pytest.fixture(scope="module")
+def tracer() -> Tracer:
+    return Tracer(LLAMA, CPU)
+
+
+def test_the_plan_stays_within_its_budget_when_it_runs():
+    plan = choose(LLAMA, CPU, target("23MiB"))
+    assert plan.fits
+    assert plan.plain.peak_bytes > plan.budget_bytes  # else there was nothing to do
+    measured = measure(LLAMA, plan.strategy, accelerator("cpu"), steps=0)
+    assert measured.peak_bytes <= plan.budget_bytes
+    assert plan.predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+    assert plan.strategy.micro_batch_size * plan.strategy.accumulation_steps == 8
+
+
+def test_plain_training_is_chosen_where_it_fits():
+    plan = choose(LLAMA, CPU, target("4GiB"))
+    assert set(plan.strategy.tiers) == {"keep"}
+    assert plan.predicted.step_seconds <= plan.plain.step_seconds
+
+
+def test_a_larger_budget_is_never_slower(tracer: Tracer):
+    """By the fast model, from which the search takes its order."""
+    seconds = []
+    for megabytes in (21, 24, 28, 34, 48, 80):
+        allowed = megabytes * 10**6
+        fitting = [c for c in search(tracer, CPU, target("1GiB"), allowed) if c.peak_bytes <= allowed]
+        seconds.append(fitting[0].step_seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_the_fast_model_is_close_to_the_rehearsal(family: str):
+    """It leaves out what lives beside the blocks: rotary tables, masks and the embedding's own output."""
+    workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
+    found = search(Tracer(workload, CPU), CPU, target("1GiB"), 10**9)
+    for candidate in found[:: len(found) // 12]:
+        exact = rehearse(workload, candidate.strategy, CPU)
+        assert candidate.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03), candidate.strategy
+        assert candidate.step_seconds == pytest.approx(exact.step_seconds, rel=0.05), candidate.strategy
+
+
+def test_nothing_fits_says_by_how_much_and_what_would():
+    plan = choose(LLAMA, CPU, target("1MiB"))
+    assert not plan.fits
+    missing = plan.predicted.peak_bytes - plan.allowed_bytes
+    assert f"{missing / 2**20:.1f} MiB more than" in plan.reason
+    needed = parse_bytes(plan.reason.split("give it ")[1].split(",")[0].replace(" ", ""))
+    assert choose(LLAMA, CPU, target(f"{int(needed * 1.01)}")).fits
+
+
+def test_alternatives_say_why_they_lost():
+    plan = choose(LLAMA, CPU, target("23MiB"))
+    assert plan.alternatives
+    for alternative in plan.alternatives:
+        over = alternative.peak_bytes > plan.allowed_bytes
+        assert ("more than allowed" in alternative.why) == over
+        assert over or alternative.step_seconds >= plan.predicted.step_seconds
+        assert alternative.strategy != plan.strategy
+
+
+def test_a_plan_survives_json():
+    plan = choose(LLAMA, CPU, target("23MiB", may_change=frozenset({"precision"})))
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    assert again.hash == plan.hash
+    changed = plan.to_json() | {"device": "h100"}
+    with pytest.raises(RecipeError, match="hash"):
+        Plan.from_json(changed)
+    with pytest.raises(RecipeError, match="make it again"):
+        Plan.from_json({"fits": True})
+
+
+def test_precision_changes_only_where_it_may():
+    slow_fp32 = find_device("ascend-910b3")
+    assert choose(LLAMA, slow_fp32, target("1GiB")).strategy.precision == "fp32"
+    allowed = target("1GiB", may_change=frozenset({"precision"}))
+    assert choose(LLAMA, slow_fp32, allowed).strategy.precision in ("fp32", "bf16")
+    with pytest.raises(DeviceError, match="bf16"):
+        choose(LLAMA, find_device("ascend-910a"), target("1GiB", precision="bf16"))
+
+
+def test_a_target_that_contradicts_the_workload_is_refused():
+    with pytest.raises(RecipeError, match="seq_len is 64"):
+        choose(LLAMA, CPU, target("1GiB", seq_len=64))
+    for wrong in ({"budget": "0"}, {"budget": "1GiB", "tokens_per_step": -5}):
+        with pytest.raises(RecipeError):
+            target(**wrong)
+    with pytest.raises(RecipeError, match="may_change"):
+        target("1GiB", may_change=frozenset({"model"}))
+
+
+def test_tokens_that_are_no_whole_sequences_are_rounded_and_said():
+    plan = choose(LLAMA, CPU, target("1GiB", tokens_per_step=1000))
+    assert plan.target.sequences_per_step == 8
+    assert "1024 tokens" in plan.notes[0]
+
+
+def test_a_device_leaves_a_larger_margin_than_the_host():
+    wanted = target("1GiB")
+    assert wanted.allowed_bytes("npu") < wanted.allowed_bytes("cpu") < wanted.budget_bytes
+
+
+def test_search_space():
+    assert micro_batch_sizes(1) == [1]
+    assert micro_batch_sizes(12) == [1, 2, 4, 8, 12]
+    splits = list(tier_splits(3))
+    assert len(splits) == len(set(splits)) == 4 + 6 * 2
+    assert ("full", "keep", "keep") in splits
+    assert list(tier_splits(0)) == [()]

@@ -1,0 +1,111 @@
+"""Strategy and tier texts: what is written is read back; what makes no sense is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainfit.errors import RecipeError
+from trainfit.profile import PRECISIONS, TIERS
+from trainfit.step import Strategy, format_tiers, parse_tiers
+
+tier_lists = st.lists(st.sampled_from(TIERS), max_size=40).map(tuple)
+strategies = st.builds(
+    Strategy,
+    micro_batch_size=st.integers(1, 10**6),
+    accumulation_steps=st.integers(1, 10**6),
+    precision=st.sampled_from(PRECISIONS),
+    tiers=tier_lists,
+    loss_chunks=st.integers(1, 10**6),
+)
+
+
+@given(tier_lists)
+def test_tiers_are_read_back_as_written(tiers: tuple[str, ...]):
+    text = format_tiers(tiers)
+    assert parse_tiers(text, len(tiers)) == tiers
+    assert len(text.split(",")) == max(len(list(groupby(tiers))), 1)
+
+
+@given(strategies)
+def test_strategies_are_read_back_as_written(strategy: Strategy):
+    again = Strategy.from_json(json.loads(json.dumps(strategy.to_json())))
+    assert again == strategy
+    assert again.hash == strategy.hash
+
+
+@given(strategies, st.integers(1, 10**6))
+def test_hash_follows_every_knob(strategy: Strategy, number: int):
+    for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
+        other = replace(strategy, **{name: number})
+        assert (other.hash == strategy.hash) == (other == strategy)
+    other = replace(strategy, tiers=(*strategy.tiers, "full"))
+    assert other.hash != strategy.hash
+
+
+@given(st.text(max_size=30), st.integers(0, 12))
+def test_any_text_gives_tiers_or_a_recipe_error(text: str, num_blocks: int):
+    try:
+        tiers = parse_tiers(text, num_blocks)
+    except RecipeError:
+        return
+    assert len(tiers) == num_blocks
+    assert set(tiers) <= set(TIERS)
+
+
+@given(st.integers(1, 9), st.integers(0, 20))
+def test_every_kth_block_from_the_first_is_recomputed(every: int, num_blocks: int):
+    tiers = parse_tiers(f"every:{every}", num_blocks)
+    assert [block for block, tier in enumerate(tiers) if tier == "full"] == list(range(0, num_blocks, every))
+    assert set(tiers) <= {"full", "keep"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("half", "not understood"),
+        ("every:0", "every:1"),
+        ("3*full", "names 3 blocks; the model has 4"),
+        ("5*full", "the model has 4"),
+        ("99999999999999999999*full", "the model has 4"),
+        ("2*full,2*", "not understood"),
+        ("", "not understood"),
+        ("every:-1", "not understood"),
+        ("2 full,2 keep", "not understood"),
+    ],
+)
+def test_bad_tiers_are_one_line(text: str, message: str):
+    with pytest.raises(RecipeError, match=message) as caught:
+        parse_tiers(text, 4)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"accumulation_steps": -3}, "accumulation_steps is -3"),
+        ({"loss_chunks": 0}, "loss_chunks is 0"),
+        ({"micro_batch_size": 1.5}, "micro_batch_size is 1.5"),
+        ({"micro_batch_size": "4"}, "micro_batch_size is '4'"),
+        ({"micro_batch_size": True}, "micro_batch_size is True"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"tiers": ["full", "half"]}, "unknown activation tier 'half'"),
+        ({"optimizer": "sgd"}, "unknown optimizer 'sgd'"),
+        ({"microbatch": 4}, "unknown strategy key 'microbatch'"),
+    ],
+)
+def test_bad_strategies_are_one_line(change: dict[str, Any], message: str):
+    with pytest.raises(RecipeError, match=message):
+        Strategy.from_json({"micro_batch_size": 1, **change})
+
+
+def test_a_strategy_without_a_micro_batch_is_refused():
+    with pytest.raises(RecipeError, match="micro_batch_size"):
+        Strategy.from_json({})
