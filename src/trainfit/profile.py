@@ -66,9 +66,10 @@ class BlockTrace:
 class ShellTrace:
     """A micro batch through the model with nothing in its blocks: embedding, last norm, head and loss.
 
-    All bytes are above what was live before. before_blocks_peak_bytes: the most until the blocks' backward would begin.
-    gradient_bytes: what head and last norm leave behind. after_blocks_peak_bytes: the most while the embedding's backward
-    runs, gradient_bytes included.
+    All bytes are above what was live before.
+    before_blocks_peak_bytes: the most until the blocks' backward would begin.
+    gradient_bytes: what head and last norm leave behind.
+    after_blocks_peak_bytes: the most while the embedding's backward runs, gradient_bytes included.
     """
 
     before_blocks_peak_bytes: int

@@ -70,41 +70,53 @@ def _overhead(kind: Kind) -> Figure:
 
 
 def _matmul_tflops(device: Accelerator, precision: Precision) -> Figure:
-    """Best rate of square matmuls that grow until the next would not fit the time allowed."""
+    """Best rate of square matmuls that grow until the next would not fit the time allowed; in two rounds, since a
+    neighbour that holds up the smallest one would end a round at once."""
+    best = max(_growing_matmuls(device, precision) for _ in range(2))
+    return _measured(best, f"{_threads(device)}, square matmuls")
+
+
+def _growing_matmuls(device: Accelerator, precision: Precision) -> float:
     best = 0.0
     for size in _MATMUL_SIZES:
         left, right = torch.ones(2, size, size, dtype=DTYPES[precision], device=device.device).unbind()
         out = torch.empty_like(left)
         seconds = _seconds(device, partial(torch.mm, left, right, out=out), repeats=1)
         best = max(best, 2 * size**3 / seconds / 1e12)
-        # Twice for warm-up and run, eight times the work at the next size.
-        if 2 * 8 * seconds > _MATMUL_SECONDS:
+        # Six runs, eight times the work at the next size.
+        if 6 * 8 * seconds > _MATMUL_SECONDS:
             break
-    return _measured(best, f"{_threads(device)}, square matmuls")
+    return best
 
 
 def _copy_bandwidth(device: Accelerator) -> Figure:
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device.device)
     target = torch.empty_like(source)
-    seconds = _seconds(device, lambda: target.copy_(source), repeats=2)
+    seconds = _seconds(device, lambda: target.copy_(source), repeats=1)
     return _measured(2 * _COPY_BYTES / seconds, f"{_threads(device)}, read and write of a 64 MiB copy")
 
 
 def _launch_seconds(device: Accelerator) -> Figure:
     scalar = torch.zeros(1, device=device.device)
-    return _measured(_seconds(device, lambda: scalar.add_(1), repeats=_LAUNCHES), "one-element additions")
+    return _measured(_seconds(device, lambda: scalar.add_(1), repeats=_LAUNCHES // 5), "one-element additions")
 
 
-def _seconds(device: Accelerator, work: Callable[[], object], *, repeats: int) -> float:
-    """Mean seconds of one call of work after one warm-up call, the device's queue included."""
+def _seconds(device: Accelerator, work: Callable[[], object], *, repeats: int, tries: int = 5) -> float:
+    """Seconds of one call of work, the device's queue included: the shortest of several tries after a warm-up call.
+
+    A try that a neighbour on the machine held up says nothing about the machine.
+    """
+    shortest = float("inf")
     with torch.no_grad():
         work()
         device.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        device.synchronize()
-    return max((time.perf_counter() - start) / repeats, 1e-9)
+        for _ in range(tries):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            device.synchronize()
+            shortest = min(shortest, (time.perf_counter() - start) / repeats)
+    return max(shortest, 1e-9)
 
 
 def _measured(value: float, how: str) -> Figure:

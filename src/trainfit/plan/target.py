@@ -13,8 +13,8 @@ from trainfit.units import format_bytes
 
 MAY_CHANGE = ("precision",)
 
-# Part of the budget that a plan leaves free. Predictions of allocated bytes are exact to 1% on a CPU. A caching allocator
-# reserves more than it hands out: 6 to 15% more where a replay of published runs could tell.
+# Part of the budget that a plan leaves free. Predictions of allocated bytes are exact to 1% on a CPU. A caching
+# allocator reserves more than it hands out: 6 to 15% more where a replay of published runs could tell.
 MARGINS: Mapping[Kind, float] = {"cpu": 0.01, "cuda": 0.10, "npu": 0.10}
 
 

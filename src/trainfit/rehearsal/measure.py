@@ -73,8 +73,11 @@ class RecordedRun:
             phases.stop()
 
     def profile(self, step: TrainStep, *, step_seconds: float | None = None) -> Profile:
-        """The recording as a Profile. Categories: parameters and optimizer are summed up from the model, gradients where
-        they are complete; the rest, which no allocator can name, stands under temporary."""
+        """The recording as a Profile.
+
+        Categories: parameters and optimizer are summed up from the model, gradients where they are complete; the rest,
+        which no allocator can name, stands under temporary.
+        """
         recording = self.recording
         return Profile(
             peak_bytes=recording.peak_bytes,

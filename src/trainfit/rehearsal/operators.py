@@ -53,7 +53,7 @@ def _grouped_mm(first: Tensor, second: Tensor, offsets: Tensor | None = None, *_
 def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """What an operator allocates inside and frees before it returns, on a CPU, where that is known.
 
-    In-place addition of another dtype casts the addend first (TensorIterator does so on CPUs, kernels on devices don't).
+    In-place addition of another dtype casts the addend first: TensorIterator does so on CPUs, device kernels do not.
     """
     if func is _ADD_IN_PLACE and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
         return int(args[1].numel() * args[0].element_size())

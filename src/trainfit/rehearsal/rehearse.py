@@ -28,9 +28,9 @@ def rehearse(
 ) -> Profile:
     """Bytes and seconds of one optimizer step, from the step itself.
 
-    By default every micro batch is full: (micro_batch_size, seq_len). Of a full window only the last micro batch runs, on
-    gradients that the others have left: no earlier one needs as much, and each takes as long. micro_batches, of any shapes,
-    all run. Optimizer states exist from the start, so the first step is like any other.
+    By default every micro batch is full: (micro_batch_size, seq_len). Of a full window only the last micro batch runs,
+    on gradients that the others have left: no earlier one needs as much, and each takes as long. micro_batches, of any
+    shapes, all run. Optimizer states exist from the start, so the first step is like any other.
     """
     with fake_tensors():
         step = build_step(workload, strategy, accelerator("cpu"), max_grad_norm=max_grad_norm)
@@ -62,7 +62,7 @@ def full_window(workload: Workload, strategy: Strategy) -> list[MicroBatch]:
 def watch_step(
     step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware, *, waiting: Sequence[MicroBatch] = ()
 ) -> Profile:
-    """Run one step under a tracker. waiting: micro batches of the window that do not run again, but take memory and time."""
+    """Run one step under a tracker. waiting: micro batches that do not run again, but take memory and time."""
     tracker = StorageTracker(
         rounding=hardware.spec.allocation_granularity,
         cost=operator_cost(hardware),

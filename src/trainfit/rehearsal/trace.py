@@ -1,4 +1,4 @@
-"""Traces for the fast model: one block of each structure under each tier, and the model around them, on fake tensors."""
+"""Traces for the fast model, on fake tensors: one block of each structure under each tier, and the model around."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from trainfit.workload import MicroBatch, Workload, run_model
 class ModelTrace:
     """What the fast model knows of a workload at one micro batch and precision.
 
-    blocks: by structure and tier. shell: by number of loss chunks. shared_bytes: what all blocks are given besides hidden
-    states (rotary tables, masks), which lives as long as any block.
+    blocks: by structure and tier.
+    shell: by number of loss chunks.
+    shared_bytes: what all blocks are given besides hidden states (rotary tables, masks); it lives as long as any block.
     """
 
     blocks: Mapping[tuple[int, Tier], BlockTrace]
@@ -87,8 +88,8 @@ class Tracer:
             parameter_bytes=_bytes([*build.model.parameters(), *build.model.buffers()]),
             optimizer_bytes=_bytes(states),
             gradient_bytes=gradients,
-            # Clipping reads the gradients twice and writes them; AdamW reads parameters, gradients and both moments, and
-            # writes all but the gradients.
+            # Clipping reads the gradients twice and writes them; AdamW reads parameters, gradients and both moments,
+            # and writes all but the gradients.
             optimizer_seconds=10 * gradients / self._cost.bytes_per_second,
             dim=1 if hidden is None else hidden.shape[-1],
             vocab_size=self.workload.vocab_size,
@@ -197,7 +198,7 @@ class Tracer:
         with tracker, self._empty_blocks(gradient_enters_blocks):
             with self._autocast(precision):
                 loss = build.compute_loss(batch, 1.0, ignore_phase)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             del loss
         after = tracker.peak_bytes_of("optimizer")
         inside = {id(p) for block in build.blocks for p in block.parameters()}

@@ -1,10 +1,11 @@
 """StorageTracker: watches every storage of a step live and die.
 
 NOTE [ Fake gradients are added in place ]
-Autograd adds a second gradient of a tensor into the first one's memory when nobody else holds it, but never does so for
-tensor subclasses, which fake tensors are: there it makes a new tensor and lets the old one die. The tracker recognises
-these additions (two tensors added inside backward, with grad mode off, one of them dying before the next operator) and
-counts them as the in-place additions that real tensors get.
+Autograd adds a second gradient of a tensor into the first one's memory when nobody else holds that (a view's base
+counts as somebody), but never does so for tensor subclasses, which fake tensors are: there it makes a new tensor and
+lets the old one die. The tracker recognises these additions (two tensors added inside backward, with grad mode off, the first no
+view and dying before the next operator) and counts them as the in-place additions that real tensors get.
+Source: can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainfit.profile import CATEGORIES, PHASES, Category, Phase, Profile
 from trainfit.rehearsal.operators import OperatorCost, fake_result, temporary_bytes
@@ -34,7 +34,7 @@ class Event:
     num_bytes: int
     phase: Phase
     operator: str
-    in_place_of: frozenset[int] = frozenset()
+    in_place_of: int | None = None
 
 
 @dataclass
@@ -74,9 +74,9 @@ class StorageTracker(TorchDispatchMode):
     def register(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Name what is live already, or what a storage turned out to be."""
         for tensor in tensors:
-            self._names[self._track(tensor, frozenset())] = category
+            self._names[self._track(tensor, None)] = category
 
-    def _track(self, tensor: Tensor, in_place_of: frozenset[int]) -> int:
+    def _track(self, tensor: Tensor, in_place_of: int | None) -> int:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -101,9 +101,7 @@ class StorageTracker(TorchDispatchMode):
             return func(*args)
         output = fake_result(func, args, kwargs or {})
         self._operator = func._schema.name
-        in_place_of: frozenset[int] = frozenset()
-        if func is _ADD and not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            in_place_of = self._storages(args)
+        in_place_of = self._accumulates_into(func, args)
         for leaf in output if isinstance(output, list | tuple) else (output,):
             for tensor in leaf if isinstance(leaf, list | tuple) else (leaf,):
                 if isinstance(tensor, Tensor):
@@ -119,9 +117,15 @@ class StorageTracker(TorchDispatchMode):
             self.events.append(Event(self._next, change, self.phase, self._operator))
         self._next += 1
 
-    def _storages(self, args: tuple[Any, ...]) -> frozenset[int]:
-        live = (self._live.get(arg.untyped_storage()._cdata) for arg in tree_leaves(args) if isinstance(arg, Tensor))
-        return frozenset(entry[0] for entry in live if entry is not None)
+    def _accumulates_into(self, func: Any, args: tuple[Any, ...]) -> int | None:
+        """The storage that a real addition would reuse if it dies with it. See the NOTE above."""
+        if func is not _ADD or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return None
+        first, second = args[:2]
+        if not isinstance(second, Tensor) or first.shape != second.shape or first._is_view():
+            return None
+        entry = self._live.get(first.untyped_storage()._cdata)
+        return None if entry is None else entry[0]
 
     def live_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes, _ in self._live.values())
@@ -135,7 +139,7 @@ class StorageTracker(TorchDispatchMode):
         return _replay(in_place_additions(self.events))[0].get(phase, 0)
 
     def profile(self, *, repeats: int = 1) -> Profile:
-        """What was seen since the tracker was made, as a Profile. repeats: how often all phases but the optimizer run."""
+        """What was seen since the tracker was made. repeats: how often all phases but the optimizer run."""
         seconds = {phase: value * (1 if phase == "optimizer" else repeats) for phase, value in self.seconds.items()}
         events = in_place_additions(self.events)
         phases, peak = _replay(events)
@@ -178,12 +182,12 @@ def in_place_additions(events: list[Event]) -> list[Event]:
     """Let a sum take the place of the addend that dies with it. See NOTE [ Fake gradients are added in place ]."""
     ordered = list(events)
     for index, event in enumerate(ordered):
-        if not event.in_place_of:
+        if event.in_place_of is None:
             continue
         for later in range(index + 1, len(ordered)):
             if ordered[later].num_bytes > 0:
                 break
-            if ordered[later].storage in event.in_place_of:
+            if ordered[later].storage == event.in_place_of:
                 ordered[index : later + 1] = [ordered[later], *ordered[index:later]]
                 break
     return ordered
