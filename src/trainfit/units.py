@@ -35,10 +35,9 @@ def parse_count(text: str | int) -> int:
 
 
 def _in_range(value: float, scale: int, text: str | int, unit: str) -> int:
-    number = round(value * scale)
-    if not 1 <= number < _MAX:
-        raise RecipeError(f"{text!r} is {number} {unit}".rstrip() + f"; it must be at least 1 and below {_MAX}")
-    return number
+    if not 0.5 < value * scale < _MAX:
+        raise RecipeError(f"{str(text)[:40]!r} is out of range; it must be at least 1 and below {_MAX} {unit}".rstrip())
+    return round(value * scale)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -53,9 +52,10 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_count(count: float) -> str:
     """Short decimal form: "1.05M", "524k", "96"."""
+    count = float(f"{count:.3g}") if abs(count) >= 1000 else count  # 999,999 is 1M, not 1e+03k
     for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if abs(count) >= scale:
-            return f"{count / scale:.3g}{unit}"
+            return f"{count / scale:.3g}{unit}" if count < 1e15 else f"{count / scale:.0f}{unit}"
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.3g}"
 
 
@@ -67,6 +67,8 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 100:
         return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min"

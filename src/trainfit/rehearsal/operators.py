@@ -99,13 +99,11 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 
 _FREE = frozenset(
     {
-        "aten::empty.memory_format",
+        "aten::empty",
         "aten::empty_like",
-        "aten::detach",
         "aten::empty_strided",
-        "aten::_unsafe_view",
         "aten::new_empty",
-        "aten::view",
+        "aten::_unsafe_view",
         "aten::lift_fresh",
     }
 )

@@ -71,8 +71,9 @@ def watch_step(
     tracker.register(resident_parameters(step), "parameters")
     tracker.register(optimizer_states(step), "optimizer")
     tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
-    tracker.register(
-        (tensor for batch in (*batches, *waiting) for tensor in (batch.inputs, batch.labels)), "activations"
+    # On a CPU the whole window is there; a device is sent one micro batch at a time.
+    sent = (*batches, *waiting) if hardware.spec.kind == "cpu" else batches[:1]
+    tracker.register((tensor for batch in sent for tensor in (batch.inputs, batch.labels)), "activations")
     )
     name_gradients(step, tracker)
     with tracker:

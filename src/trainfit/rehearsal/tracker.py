@@ -3,8 +3,8 @@
 NOTE [ Fake gradients are added in place ]
 Autograd adds a second gradient of a tensor into the first one's memory when nobody else holds that (a view's base
 counts as somebody), but never does so for tensor subclasses, which fake tensors are: there it makes a new tensor and
-lets the old one die. The tracker recognises these additions (two tensors added inside backward, with grad mode off, the first no
-view and dying before the next operator) and counts them as the in-place additions that real tensors get.
+lets the old one die. The tracker recognises these additions (two tensors added inside backward, with grad mode off,
+the first no view and dying before the next operator) and counts them as the in-place additions that real tensors get.
 Source: can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp.
 """
 
@@ -79,11 +79,17 @@ class StorageTracker(TorchDispatchMode):
     def _track(self, tensor: Tensor, in_place_of: int | None) -> int:
         storage = tensor.untyped_storage()
         key = storage._cdata
+        num_bytes = -(-storage.nbytes() // self.rounding) * self.rounding
         if key in self._live:
-            return self._live[key][0]
-        identity, num_bytes = self._next, -(-storage.nbytes() // self.rounding) * self.rounding
+            identity, before, reference = self._live[key]
+            if num_bytes == before:
+                return identity
+            self.events.append(Event(identity, -before, self.phase, self._operator))  # resized in place
+        else:
+            reference = weakref.ref(storage, self._dies(key))
+        identity = self._next
         self._next += 1
-        self._live[key] = identity, num_bytes, weakref.ref(storage, self._dies(key))
+        self._live[key] = identity, num_bytes, reference
         self.events.append(Event(identity, num_bytes, self.phase, self._operator, in_place_of))
         return identity
 

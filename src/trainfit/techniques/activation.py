@@ -23,7 +23,8 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator
 from trainfit.profile import Tier
 from trainfit.techniques.base import Build, Stage
-from trainfit.techniques.recompute import KeepRules, RecomputePlan, Rule
+from trainfit.techniques.kept_outputs import KeepRules, Rule
+from trainfit.techniques.recompute import RecomputePlan
 
 _MATMULS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
 _BATCHED_MATMULS = ("aten.bmm", "aten.baddbmm")
