@@ -74,7 +74,6 @@ def watch_step(
     # On a CPU the whole window is there; a device is sent one micro batch at a time.
     sent = (*batches, *waiting) if hardware.spec.kind == "cpu" else batches[:1]
     tracker.register((tensor for batch in sent for tensor in (batch.inputs, batch.labels)), "activations")
-    )
     name_gradients(step, tracker)
     with tracker:
         step.observer = tracker.observe
