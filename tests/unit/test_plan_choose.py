@@ -10,7 +10,7 @@ from tiny_models import TINY_CONFIGS
 from trainfit.errors import DeviceError, RecipeError
 from trainfit.hardware import accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.plan.search import micro_batch_sizes, search, tier_splits
+from trainfit.plan.search import micro_batch_sizes, search
 from trainfit.rehearsal import measure, rehearse
 from trainfit.rehearsal.trace import Tracer
 from trainfit.units import parse_bytes
@@ -61,7 +61,7 @@ def test_the_fast_model_is_close_to_the_rehearsal(family: str):
     """It leaves out what lives beside the blocks: rotary tables, masks and the embedding's own output."""
     workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
     found = search(Tracer(workload, CPU), CPU, target("1GiB"), 10**9)
-    for candidate in found[:: len(found) // 12]:
+    for candidate in found[:: max(1, len(found) // 10)]:
         exact = rehearse(workload, candidate.strategy, CPU)
         assert candidate.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03), candidate.strategy
         assert candidate.step_seconds == pytest.approx(exact.step_seconds, rel=0.05), candidate.strategy
@@ -128,10 +128,6 @@ def test_a_device_leaves_a_larger_margin_than_the_host():
     assert wanted.allowed_bytes("npu") < wanted.allowed_bytes("cpu") < wanted.budget_bytes
 
 
-def test_search_space():
+def test_micro_batches_are_powers_of_two_and_the_whole_step():
     assert micro_batch_sizes(1) == [1]
     assert micro_batch_sizes(12) == [1, 2, 4, 8, 12]
-    splits = list(tier_splits(3))
-    assert len(splits) == len(set(splits)) == 4 + 6 * 2
-    assert ("full", "keep", "keep") in splits
-    assert list(tier_splits(0)) == [()]

@@ -1,12 +1,15 @@
-"""The fast model against a naive simulation of the step's events."""
+"""The fast model against a naive simulation of the step's events, and what the search keeps."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.plan.cost import Resident, peak_bytes, step_seconds
-from trainfit.profile import BlockTrace, ShellTrace
+from trainfit.plan.cost import BlockTable, Resident, peak_bytes, step_seconds
+from trainfit.plan.search import tier_splits, unbeaten
+from trainfit.profile import TIERS, BlockTrace, ShellTrace
 
 sizes = st.integers(0, 2**40)
 blocks = st.builds(
@@ -18,9 +21,17 @@ blocks = st.builds(
     forward_seconds=st.floats(0, 1),
     backward_seconds=st.floats(0, 1),
 )
-
-
 shells = st.builds(ShellTrace, sizes, sizes, sizes, st.floats(0, 1))
+residents = st.builds(Resident, sizes, sizes, sizes, sizes, st.floats(0, 1), st.floats(0, 1))
+
+
+@st.composite
+def models(draw):
+    """Structures of up to six blocks, their traces under every tier, and one assignment."""
+    structures = draw(st.lists(st.integers(0, 1), max_size=6))
+    traces = {(structure, tier): draw(blocks) for structure in (0, 1) for tier in TIERS}
+    tiers = draw(st.lists(st.sampled_from(TIERS), min_size=len(structures), max_size=len(structures)))
+    return structures, traces, tiers
 
 
 def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace, accumulates: bool) -> int:
@@ -42,20 +53,46 @@ def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace, ac
     return max(moments)
 
 
-@given(
-    st.builds(Resident, sizes, sizes, sizes, sizes, st.floats(0, 1)),
-    st.lists(blocks, max_size=6),
-    shells,
-    st.booleans(),
-)
-def test_peak_is_the_highest_of_all_events(resident, traces, shell, accumulates):
-    expected = simulate(resident, traces, shell, accumulates)
-    assert peak_bytes(resident, traces, shell, accumulates=accumulates) == expected
+def as_rows(tiers: list[str]) -> np.ndarray:
+    return np.array([[TIERS.index(tier) for tier in tiers]], dtype=np.int64).reshape(1, len(tiers))
 
 
-@given(st.lists(blocks, max_size=4), shells, st.integers(1, 9))
-def test_seconds_grow_with_micro_batches_and_the_optimizer_runs_once(traces, shell, micro_batches):
-    resident = Resident(0, 0, 0, 0, 0.5)
-    one = step_seconds(resident, traces, shell, micro_batches=1) - 0.5
-    many = step_seconds(resident, traces, shell, micro_batches=micro_batches) - 0.5
-    assert abs(many - one * micro_batches) < 1e-9
+@given(residents, models(), shells, st.booleans())
+def test_peak_is_the_highest_of_all_events(resident, model, shell, accumulates):
+    structures, traces, tiers = model
+    table = BlockTable.of(structures, traces)
+    expected = simulate(resident, [traces[each] for each in zip(structures, tiers)], shell, accumulates)
+    assert peak_bytes(resident, table, as_rows(tiers), shell, accumulates=accumulates).tolist() == [expected]
+
+
+@given(models(), shells, st.integers(1, 9))
+def test_seconds_grow_with_micro_batches_and_the_optimizer_runs_once(model, shell, micro_batches):
+    structures, traces, tiers = model
+    table, resident = BlockTable.of(structures, traces), Resident(0, 0, 0, 0, 0.5, 0.25)
+    one = step_seconds(resident, table, as_rows(tiers), shell, micro_batches=1) - 0.5
+    many = step_seconds(resident, table, as_rows(tiers), shell, micro_batches=micro_batches) - 0.5
+    by_hand = (
+        0.25
+        + shell.seconds
+        + sum(traces[each].forward_seconds + traces[each].backward_seconds for each in zip(structures, tiers))
+    )
+    assert one[0] == pytest.approx(by_hand)
+    assert many[0] == pytest.approx(one[0] * micro_batches)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
+def test_unbeaten_rows_are_the_pareto_front(rows):
+    peaks, seconds = (np.array(column) for column in zip(*rows))
+    kept = unbeaten(peaks, seconds.astype(float))
+    points = {rows[row] for row in kept}
+    front = {(p, s) for p, s in rows if not any(q <= p and t <= s and (q, t) != (p, s) for q, t in rows)}
+    assert points == front
+    assert len(points) == len(kept)
+
+
+def test_tier_splits_have_up_to_three_runs_that_keep_more_and_more():
+    splits = [tuple(TIERS[tier] for tier in row) for row in tier_splits(4)]
+    assert len(splits) == len(set(splits)) == 4 + 6 * 3 + 4 * 3
+    assert ("full", "attention", "keep", "keep") in splits
+    assert ("keep", "full", "full", "full") not in splits
+    assert tier_splits(0).shape == (1, 0)

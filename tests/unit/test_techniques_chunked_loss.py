@@ -129,12 +129,16 @@ def test_peak_is_one_piece_of_logits_and_the_gradients():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocab_size", "dim", "expected"), [(4096, 32000, 4096, 8), (4, 32000, 64, 4), (10, 5, 64, 1)]
+    ("tokens", "vocab_size", "dim", "rows"),
+    [
+        (65536, 32000, 4096, 8389),  # as many logits as hidden states: 65536 * 4096 / 32000
+        (4096, 32000, 4096, 1024),  # a quarter of the head's gradient: 4096 / 4
+        (8192, 50257, 64, 128),  # no smaller matmuls than this
+        (4, 32000, 64, 128),
+    ],
 )
-def test_auto_chunks_makes_a_piece_as_large_as_hidden_states(tokens: int, vocab_size: int, dim: int, expected: int):
-    chunks = auto_chunks(tokens, vocab_size, dim)
-    assert chunks == expected
-    assert chunks == tokens or tokens / chunks * vocab_size <= tokens * dim
+def test_auto_chunks_stops_where_a_smaller_piece_would_save_nothing(tokens, vocab_size, dim, rows):
+    assert auto_chunks(tokens, vocab_size, dim) == -(-tokens // rows)
 
 
 class NoPlainHead(nn.Module):

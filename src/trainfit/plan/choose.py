@@ -81,15 +81,20 @@ def _rehearse_best(
 ) -> tuple[Candidate, Profile, dict[Strategy, Profile]]:
     """Rehearse the fastest that should fit; of those that do, take the fastest. Else the smallest of all."""
     rehearsed: dict[Strategy, Profile] = {}
-    good: list[Candidate] = []
-    for candidate in _varied(candidate for candidate in found if candidate.peak_bytes <= allowed):
-        rehearsed[candidate.strategy] = exact(candidate.strategy)
-        if rehearsed[candidate.strategy].peak_bytes <= allowed:
-            good.append(candidate)
+    good: dict[tuple[object, ...], Candidate] = {}
+    excess: dict[tuple[object, ...], int] = {}  # by how much a kind's rehearsal was above the fast model
+    for candidate in found:
+        kind = _kind(candidate.strategy)
+        if kind in good or candidate.peak_bytes + excess.get(kind, 0) > allowed:
+            continue
+        profile = rehearsed[candidate.strategy] = exact(candidate.strategy)
+        excess[kind] = profile.peak_bytes - candidate.peak_bytes
+        if profile.peak_bytes <= allowed:
+            good[kind] = candidate
         if len(good) == _REHEARSALS or len(rehearsed) == _ATTEMPTS:
             break
     if good:
-        best = min(good, key=lambda candidate: rehearsed[candidate.strategy].step_seconds)
+        best = min(good.values(), key=lambda candidate: rehearsed[candidate.strategy].step_seconds)
         return best, rehearsed[best.strategy], rehearsed
     smallest = min(found, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds))
     if smallest.strategy not in rehearsed:
@@ -97,15 +102,9 @@ def _rehearse_best(
     return smallest, rehearsed[smallest.strategy], rehearsed
 
 
-def _varied(fitting: Iterator[Candidate]) -> Iterator[Candidate]:
-    """One candidate of each micro batch, precision and number of chunks; the others differ by a block or two."""
-    seen: set[tuple[object, ...]] = set()
-    for candidate in fitting:
-        strategy = candidate.strategy
-        kind = (strategy.micro_batch_size, strategy.precision, strategy.loss_chunks)
-        if kind not in seen:
-            seen.add(kind)
-            yield candidate
+def _kind(strategy: Strategy) -> tuple[object, ...]:
+    """Candidates of one kind differ by a block or two; one of each is rehearsed."""
+    return strategy.micro_batch_size, strategy.precision, strategy.loss_chunks
 
 
 def _plain(num_blocks: int, target: Target, exact: Callable[[Strategy], Profile]) -> Alternative:
@@ -147,12 +146,12 @@ def _why_lost(peak: int, seconds: float, allowed: int, best_seconds: float) -> s
 
 
 def _why(chosen: Candidate, profile: Profile, plain: Alternative, allowed: int) -> str:
-    slower = profile.step_seconds / plain.step_seconds - 1 if plain.step_seconds else 0.0
+    share = plain.step_seconds / profile.step_seconds - 1 if profile.step_seconds else 0.0
     return (
         f"the fastest that stays within {format_bytes(allowed)}: {describe(chosen.strategy)}; "
         f"its peak of {format_bytes(profile.peak_bytes)} comes in the {profile.peak_phase} phase; "
-        f"plain training needs {format_bytes(plain.peak_bytes)} and would take {abs(slower):.0%} "
-        f"{'less' if slower > 0 else 'more'} time"
+        f"plain training needs {format_bytes(plain.peak_bytes)} and would take {abs(share):.0%} "
+        f"{'less' if share < 0 else 'more'} time"
     )
 
 

@@ -13,42 +13,83 @@ Rotary tables and masks, which all blocks share, are in R.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from trainfit.profile import BlockTrace, ShellTrace
+from trainfit.profile import TIERS, BlockTrace, ShellTrace, Tier
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Resident:
     """Bytes that stay: parameters and states, token ids of the window, what blocks share; the gradients of all
-    parameters; seconds of the optimizer."""
+    parameters; seconds of the optimizer, and of adding one micro batch's gradients to those of others (0 in a step of
+    one)."""
 
     model_bytes: int
     batch_bytes: int
     shared_bytes: int
     gradient_bytes: int
     optimizer_seconds: float
+    accumulation_seconds: float
 
 
-def peak_bytes(resident: Resident, blocks: Sequence[BlockTrace], shell: ShellTrace, *, accumulates: bool) -> int:
-    """The highest of all events. See NOTE [ Events of a step ]."""
+@dataclass(frozen=True)
+class BlockTable:
+    """Traces of all blocks under all tiers, as arrays (tiers, blocks)."""
+
+    saved: Integers
+    forward_peak: Integers
+    backward_peak: Integers
+    gradient: Integers
+    seconds: Floats
+
+    @classmethod
+    def of(cls, structures: Sequence[int], traces: Mapping[tuple[int, Tier], BlockTrace]) -> BlockTable:
+        rows = [[traces[structure, tier] for structure in structures] for tier in TIERS]
+
+        def integers(name: str) -> Integers:
+            return np.array([[getattr(trace, name) for trace in row] for row in rows], dtype=np.int64)
+
+        seconds = [[trace.forward_seconds + trace.backward_seconds for trace in row] for row in rows]
+        return cls(
+            integers("saved_bytes"),
+            integers("forward_peak_bytes"),
+            integers("backward_peak_bytes"),
+            integers("gradient_bytes"),
+            np.array(seconds, dtype=np.float64),
+        )
+
+
+def peak_bytes(
+    resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace, *, accumulates: bool
+) -> Integers:
+    """The highest of all events, for many assignments at once. See NOTE [ Events of a step ].
+
+    tiers (assignments, blocks): indices into TIERS. Returns (assignments,).
+    """
+    blocks = np.arange(tiers.shape[1])
+    saved, own = table.saved[tiers, blocks], table.gradient[tiers, blocks] * (not accumulates)
+    before = saved.cumsum(1) - saved
+    later = own[:, ::-1].cumsum(1)[:, ::-1] - own + (0 if accumulates else shell.gradient_bytes)
+    forward = before + table.forward_peak[tiers, blocks]
+    backward = before + saved + later + table.backward_peak[tiers, blocks]
+    loss = saved.sum(1) + shell.before_blocks_peak_bytes
+    embedding = own.sum(1) + shell.after_blocks_peak_bytes
+    moments = np.concatenate([forward, backward, loss[:, None], embedding[:, None]], axis=1)
     stays = resident.model_bytes + resident.batch_bytes
     floor = stays + resident.shared_bytes + (resident.gradient_bytes if accumulates else 0)
-    saved = np.cumsum([0, *(block.saved_bytes for block in blocks)])
-    own = np.array([0 if accumulates else block.gradient_bytes for block in blocks], dtype=np.int64)
-    head = 0 if accumulates else shell.gradient_bytes
-    later = head + own[::-1].cumsum()[::-1] - own
-    forward = saved[:-1] + [block.forward_peak_bytes for block in blocks]
-    backward = saved[1:] + later + [block.backward_peak_bytes for block in blocks]
-    loss = saved[-1] + shell.before_blocks_peak_bytes
-    embedding = int(own.sum()) + shell.after_blocks_peak_bytes
-    return max(floor + int(max(loss, embedding, *forward, *backward)), stays + resident.gradient_bytes)
+    return np.asarray(np.maximum(floor + moments.max(1), stays + resident.gradient_bytes))
 
 
-def step_seconds(resident: Resident, blocks: Sequence[BlockTrace], shell: ShellTrace, *, micro_batches: float) -> float:
-    """Seconds of the whole step; micro_batches may be fractional when the last one is short."""
-    one = shell.seconds + sum(block.forward_seconds + block.backward_seconds for block in blocks)
-    return micro_batches * one + resident.optimizer_seconds
+def step_seconds(
+    resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace, *, micro_batches: float
+) -> Floats:
+    """Seconds of the whole step, (assignments,); micro_batches may be fractional when the last one is short."""
+    one = table.seconds[tiers, np.arange(tiers.shape[1])].sum(1) + shell.seconds + resident.accumulation_seconds
+    return np.asarray(micro_batches * one + resident.optimizer_seconds)

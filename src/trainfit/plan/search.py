@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+
 from trainfit.hardware import Hardware
-from trainfit.plan.cost import Resident, peak_bytes, step_seconds
+from trainfit.plan.cost import BlockTable, Floats, Integers, Resident, peak_bytes, step_seconds
 from trainfit.plan.target import Target
-from trainfit.profile import Precision, Tier
-from trainfit.rehearsal.trace import ModelFacts, ModelTrace, Tracer
+from trainfit.profile import TIERS, Precision, Tier
+from trainfit.rehearsal.trace import ModelFacts, Tracer
 from trainfit.step.strategy import Strategy
 from trainfit.techniques.chunked_loss import auto_chunks
 
-# From the least kept to the most. Early blocks get the first of a pair: their recompute runs when the logits are gone
+# From the least kept to the most. Early blocks keep less: their recompute runs when the logits are gone
 # and most of what was saved is freed, while the last blocks' would come on top of everything.
 _SMALLEST_FIRST: tuple[Tier, ...] = ("full", "attention", "pointwise", "keep")
 _ID_BYTES = 16  # a token's input id and label
@@ -30,7 +32,11 @@ class Candidate:
 
 
 def search(tracer: Tracer, hardware: Hardware, target: Target, allowed_bytes: int) -> list[Candidate]:
-    """All candidates, the fastest first. Micro batches grow until not even the smallest strategy fits."""
+    """Candidates, the fastest first. Micro batches grow until not even the smallest strategy fits.
+
+    Of each micro batch, precision and number of chunks only what no other assignment of tiers beats in both bytes and
+    seconds.
+    """
     found: list[Candidate] = []
     for precision in _precisions(hardware, target):
         for micro_batch_size in micro_batch_sizes(target.sequences_per_step):
@@ -42,31 +48,38 @@ def search(tracer: Tracer, hardware: Hardware, target: Target, allowed_bytes: in
 
 
 def candidates(tracer: Tracer, target: Target, micro_batch_size: int, precision: Precision) -> Iterator[Candidate]:
-    """Every number of chunks and split of tiers at one micro batch."""
-    sequences = target.sequences_per_step
+    """The best assignments of tiers for every number of chunks at one micro batch."""
+    facts, sequences = tracer.facts, target.sequences_per_step
     accumulation_steps = -(-sequences // micro_batch_size)
-    chunks = chunk_counts(tracer.facts, micro_batch_size * target.seq_len)
+    chunks = chunk_counts(facts, micro_batch_size * target.seq_len)
     trace = tracer.trace(micro_batch_size, precision, chunks)
-    for tiers in tier_splits(len(tracer.facts.structures)):
-        for loss_chunks in chunks:
-            strategy = Strategy(micro_batch_size, accumulation_steps, precision, tiers, loss_chunks)
-            yield evaluate(tracer.facts, trace, strategy, sequences=sequences, seq_len=target.seq_len)
-
-
-def evaluate(facts: ModelFacts, trace: ModelTrace, strategy: Strategy, *, sequences: int, seq_len: int) -> Candidate:
-    """The fast model's word on one strategy."""
-    blocks = [trace.blocks[structure, tier] for structure, tier in zip(facts.structures, strategy.tiers)]
-    shell = trace.shell[strategy.loss_chunks]
+    table = BlockTable.of(facts.structures, trace.blocks)
+    tiers = tier_splits(len(facts.structures))
     resident = Resident(
         model_bytes=facts.parameter_bytes + facts.optimizer_bytes,
-        batch_bytes=sequences * seq_len * _ID_BYTES,
+        batch_bytes=sequences * target.seq_len * _ID_BYTES,
         shared_bytes=trace.shared_bytes,
         gradient_bytes=facts.gradient_bytes,
         optimizer_seconds=facts.optimizer_seconds,
+        accumulation_seconds=facts.accumulation_seconds if accumulation_steps > 1 else 0.0,
     )
-    peak = peak_bytes(resident, blocks, shell, accumulates=strategy.accumulation_steps > 1)
-    seconds = step_seconds(resident, blocks, shell, micro_batches=sequences / strategy.micro_batch_size)
-    return Candidate(strategy, peak, seconds)
+    for loss_chunks in chunks:
+        shell = trace.shell[loss_chunks]
+        peaks = peak_bytes(resident, table, tiers, shell, accumulates=accumulation_steps > 1)
+        seconds = step_seconds(resident, table, tiers, shell, micro_batches=sequences / micro_batch_size)
+        for row in unbeaten(peaks, seconds):
+            names = tuple(TIERS[tier] for tier in tiers[row])
+            strategy = Strategy(micro_batch_size, accumulation_steps, precision, names, loss_chunks)
+            yield Candidate(strategy, int(peaks[row]), float(seconds[row]))
+
+
+def unbeaten(peaks: Integers, seconds: Floats) -> list[int]:
+    """Rows that no other row beats in both; of equal rows the first."""
+    kept: list[int] = []
+    for row in np.lexsort((peaks, seconds)):
+        if not kept or peaks[row] < peaks[kept[-1]]:
+            kept.append(int(row))
+    return kept
 
 
 def micro_batch_sizes(sequences: int) -> list[int]:
@@ -83,17 +96,18 @@ def chunk_counts(facts: ModelFacts, tokens: int) -> list[int]:
     return sorted({count for count in (1, auto // 4, auto, 4 * auto) if 1 <= count <= tokens})
 
 
-def tier_splits(num_blocks: int) -> Iterable[tuple[Tier, ...]]:
-    """All blocks alike, and every split into an early part that keeps less and a late part that keeps more."""
+def tier_splits(num_blocks: int) -> Integers:
+    """Assignments (assignments, blocks) of indices into TIERS: up to three runs of blocks, each keeping more than the
+    one before it."""
+    order = [TIERS.index(tier) for tier in _SMALLEST_FIRST]
     if num_blocks == 0:
-        return [()]
-    uniform: list[tuple[Tier, ...]] = [(tier,) * num_blocks for tier in _SMALLEST_FIRST]
-    mixed = [
-        (early,) * count + (late,) * (num_blocks - count)
-        for early, late in combinations(_SMALLEST_FIRST, 2)
-        for count in range(1, num_blocks)
-    ]
-    return uniform + mixed
+        return np.zeros((1, 0), dtype=np.int64)
+    rows = [np.full(num_blocks, tier) for tier in order]
+    for runs in (2, 3):
+        for cuts in combinations(range(1, num_blocks), runs - 1):
+            lengths = np.diff((0, *cuts, num_blocks))
+            rows += [np.repeat(tiers, lengths) for tiers in combinations(order, runs)]
+    return np.array(rows, dtype=np.int64)
 
 
 def _precisions(hardware: Hardware, target: Target) -> list[Precision]:

@@ -45,6 +45,7 @@ class ModelFacts:
     optimizer_bytes: int
     gradient_bytes: int
     optimizer_seconds: float
+    accumulation_seconds: float
     dim: int
     vocab_size: int
     can_chunk: bool
@@ -91,6 +92,9 @@ class Tracer:
             # Clipping reads the gradients twice and writes them; AdamW reads parameters, gradients and both moments,
             # and writes all but the gradients.
             optimizer_seconds=10 * gradients / self._cost.bytes_per_second,
+            # A further micro batch adds to each gradient: two reads, a write, and one operator for each parameter.
+            accumulation_seconds=3 * gradients / self._cost.bytes_per_second
+            + self._cost.launch_seconds * len(optimizer.state),
             dim=1 if hidden is None else hidden.shape[-1],
             vocab_size=self.workload.vocab_size,
             can_chunk=not isinstance(build.split, str),

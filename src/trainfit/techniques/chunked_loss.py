@@ -48,12 +48,14 @@ def ignore_phase(phase: Any) -> None:
 
 
 def auto_chunks(tokens: int, vocab_size: int, dim: int) -> int:
-    """The fewest pieces whose fp32 logits take no more bytes than fp32 hidden states of the whole micro batch.
+    """As many pieces as save memory that shows, and no more.
 
-    A piece then weighs as much as one saved activation, and more pieces would only make matmuls smaller.
-    tokens: of a micro batch. dim: width of the hidden states.
+    tokens: of a micro batch. dim: width of the hidden states. A piece of fp32 logits need not be smaller than fp32
+    hidden states of the micro batch (one saved activation), nor than a quarter of the head's gradient, which is live
+    beside it; and below 128 tokens matmuls become slow.
     """
-    return max(1, min(tokens, -(-vocab_size // dim)))
+    rows = max(-(-tokens * dim // vocab_size), dim // 4, 128)
+    return -(-tokens // rows)
 
 
 class ChunkedLoss:

@@ -21,7 +21,6 @@ _OF_ONE_RUN = (
     TENSORBOARD_FOLDER,
     CHECKPOINTS_FOLDER,
     SUMMARY_FILE,
-    "report.html",
 )
 
 
