@@ -83,6 +83,7 @@ CASES = [
     (["rehearse", *MODEL, "--activation", "ful"], "pointwise"),
     (["rehearse", *MODEL, "--activation", "3*full"], "the model has 2"),
     (["rehearse", *MODEL, "--activation", "every:0"], "every:1"),
+    (["rehearse", "recipe.yaml", "--activation", "full"], "--micro-batch"),
     (["rehearse", *MODEL, "--precision", "fp8"], "bf16"),
     (["rehearse", *MODEL, "--precision", "fp16", "--device", "h100"], "fp16"),
     (["rehearse", *MODEL, "--precision", "bf16", "--device", "ascend-910a"], "ascend-910a has no bf16"),

@@ -72,6 +72,10 @@ def prepare(options: StepOptions, recipe: Recipe | None, hardware: Hardware, say
     if options.micro_batch is not None:
         step = _prepare_step(replace(options, precision=options.precision or recipe.precision), workload, hardware)
         return replace(step, max_grad_norm=recipe.max_grad_norm)
+    if StepOptions(options.model, options.seq_len) != options:
+        raise RecipeError(
+            "a recipe without --micro-batch runs the step of its plan; give --micro-batch to set the rest"
+        )
     plan = plan_recipe(recipe, workload, hardware, say)
     notes = (f"the step is the one that the plan {plan.hash} of {options.model} chose", *plan.notes)
     return Setup(workload, plan.strategy, recipe.max_grad_norm, notes)

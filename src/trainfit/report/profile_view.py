@@ -23,7 +23,7 @@ def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> Render
 def _headline(profile: Profile) -> Text:
     text = Text.assemble(("Peak ", ""), (format_bytes(profile.peak_bytes), "bold"), f" in {profile.peak_phase}")
     place = profile.peak_place
-    text.append(f" ({place})" if place and profile.peak_phase not in place else "")
+    text.append(f" ({place})" if place and not place.startswith("during") else "")
     text.append(f"; {format_bytes(profile.resident_bytes)} between steps")
     if profile.step_seconds:
         text.append(f"; {format_seconds(profile.step_seconds)} a step")

@@ -57,13 +57,16 @@ class OperatorMode(TorchDispatchMode):
     def __init__(self, region: Region) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.region = region
-        self.rules = region.plan.keep
-        self.watched = region.plan.watched
+        self.rules = region.plan.rules
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard that this asks for costs a third of what a call of the mode does
 
     def may_store(self, func: Any, kwargs: dict[str, Any] | None) -> bool:
         """Kept by the tier; or routing, or random numbers that no stash of generators can bring back."""
-        random = kwargs is not None and kwargs.get("generator") is not None
-        return func in self.rules or func in self.watched or random
+        # One look-up: an operator's hash is computed in Python.
+        return func in self.rules or (kwargs is not None and kwargs.get("generator") is not None)
 
 
 class KeepMode(OperatorMode):
@@ -78,13 +81,13 @@ class KeepMode(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         store = self.may_store(func, kwargs)
-        if func._schema.is_mutable and args and self.buffers.before_write(args[0]):
+        if self.buffers.any and func._schema.is_mutable and args and self.buffers.before_write(args[0]):
             self._found_something()
         if not store:
             return func(*args, **(kwargs or {}))
         before = self._random_state(func)
         output = func(*args, **(kwargs or {}))
-        rule = self.rules.get(func) or self.watched.get(func)
+        rule = self.rules.get(func)
         self._store(func, output, keep=rule is None or rule(args, output), random_before=before)
         return output
 
@@ -100,7 +103,7 @@ class KeepMode(OperatorMode):
         if not keep:
             return
         # Choices and private noise are small, cannot be made again, and are often changed in place: store a copy.
-        copy = _aliased if func in self.rules and not func._schema.is_mutable else _cloned
+        copy = _aliased if func in self.region.plan.keep and not func._schema.is_mutable else _cloned
         kept.tensors = copy(output) if isinstance(output, Tensor) else tree_map_only(Tensor, copy, output)
         kept.versions = versions_of(kept.tensors)
         if random_before is not None:

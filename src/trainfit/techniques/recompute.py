@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,6 +101,11 @@ class RecomputePlan:
         block = self.block()
         assert block is not None
         return replace(self, block=weakref.ref(deepcopy(block, memo)), looked_at={})
+
+    @cached_property
+    def rules(self) -> KeepRules:
+        """keep and watched as one table."""
+        return {**self.watched, **self.keep}
 
     def looking(self, mode: OperatorMode, training: bool) -> AbstractContextManager[Any]:
         """The mode, turned on where there is something to see."""

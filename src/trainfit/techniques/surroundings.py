@@ -85,6 +85,11 @@ class BufferWatch:
         ]
         self._before: dict[int, Tensor] = {}
 
+    @property
+    def any(self) -> bool:
+        """Whether the block has buffers at all."""
+        return bool(self._found)
+
     def before_write(self, target: object) -> bool:
         """An operator is about to write to target: keep what its buffer was. Whether target is a buffer."""
         if not self._found or not isinstance(target, Tensor):
