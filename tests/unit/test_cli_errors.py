@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 
 CASES = [
     # the command line itself
-    (["plann"], "plan"),
+    (["plann"], "no such command 'plann'"),
     (["rehearse"], "missing argument 'MODEL'"),
     (["rehearse", *MODEL, "--micro-bach", "2"], "did you mean --micro-batch"),
     (["rehearse", *MODEL, "--micro-batch", "two"], "--micro-batch"),
@@ -85,7 +85,6 @@ CASES = [
     (["rehearse", *MODEL, "--activation", "every:0"], "every:1"),
     (["rehearse", "recipe.yaml", "--activation", "full"], "--micro-batch"),
     (["rehearse", *MODEL, "--precision", "fp8"], "bf16"),
-    (["rehearse", *MODEL, "--precision", "fp16", "--device", "h100"], "fp16"),
     (["rehearse", *MODEL, "--precision", "bf16", "--device", "ascend-910a"], "ascend-910a has no bf16"),
     ([*TARGET, "--may-change", "model"], "precision"),
     # devices
@@ -166,7 +165,7 @@ def test_plan_of_another_model_device_or_size(capsys, folder):
     (folder / "plan.json").write_text(json.dumps(plan))
     train = ["train", "recipe.yaml", "--plan", "plan.json"]
     assert "sequences a step 4" in refuse([*train, "tokens_per_step=128"], capsys, folder)
-    assert "number of blocks 2" in refuse([*train, "model.num_hidden_layers=3"], capsys, folder)
+    assert f"model {plan['model']}" in refuse([*train, "model.num_hidden_layers=3"], capsys, folder)
     assert "model" in refuse([*train, "model=gpt2"], capsys, folder)
     assert "raise memory" in refuse([*train, "memory=100kiB"], capsys, folder)
     (folder / "plan.json").write_text(json.dumps({**plan, "device": "h100"}))

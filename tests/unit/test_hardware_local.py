@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainfit import hardware
 from trainfit.errors import DeviceError
@@ -23,18 +24,22 @@ def test_cpu_figures_are_measured_once_and_plausible():
     assert spec.allocation_granularity == 1
 
 
-def test_the_measured_rate_is_that_of_a_matmul_timed_by_hand():
-    size = 768
-    left, right = torch.ones(size, size), torch.ones(size, size)
+def test_the_rate_is_that_of_the_operations_torch_counts(monkeypatch):
+    """On a machine that is pretended to make 3 TFLOP/s, whatever the size of the matmul."""
 
-    def seconds() -> float:
-        start = time.perf_counter()
-        torch.mm(left, right)
-        return time.perf_counter() - start
+    def seconds_at_3_tflops(device, work, repeats):
+        with FlopCounterMode(display=False) as counter:
+            work()
+        return counter.get_total_flops() / 3e12
 
-    by_hand = 2 * size**3 / min(seconds() for _ in range(5)) / 1e12
-    # Other work on the machine moves either timing; a wrong unit or operation count moves it by far more.
-    assert this_machine("cpu").spec.tflops["fp32"].value == pytest.approx(by_hand, rel=0.7)
+    monkeypatch.setattr(local, "_seconds", seconds_at_3_tflops)
+    assert local._growing_matmuls(accelerator("cpu"), "fp32") == pytest.approx(3)
+    assert local._matmul_tflops(accelerator("cpu"), "fp32").value == 3
+
+
+def test_seconds_are_those_of_one_call():
+    seconds = local._seconds(accelerator("cpu"), lambda: time.sleep(0.02), repeats=3, tries=3)
+    assert 0.02 <= seconds < 0.03  # the shortest try: a neighbour only lengthens the others
 
 
 def test_cpu_and_this_are_devices_by_name():
@@ -49,14 +54,17 @@ def test_a_kind_that_is_not_here_is_refused():
         this_machine("cuda")
 
 
-def test_measuring_takes_no_longer_than_it_promises(monkeypatch):
+@pytest.mark.parametrize("first", [1e-4, 2e-4, 5e-4, 1e-3])
+def test_measuring_takes_no_longer_than_it_promises(monkeypatch, first):
     """By counted work, not by the clock: the matmul doubles in size only while the next one fits its budget."""
-    sizes: list[int] = []
+    seconds: list[float] = []
     monkeypatch.setattr(
-        local, "_seconds", lambda device, work, repeats: sizes.append(1) or 1e-3 * 8 ** (len(sizes) - 1)
+        local, "_seconds", lambda device, work, repeats: seconds.append(first * 8 ** len(seconds)) or seconds[-1]
     )
-    local._matmul_tflops(accelerator("cpu"), "fp32")
-    assert sum(2 * 1e-3 * 8**index for index in range(len(sizes))) <= local._MATMUL_SECONDS * 8 / 7
+    local._growing_matmuls(accelerator("cpu"), "fp32")
+    runs = 6  # of each size: a warm-up and five tries
+    assert runs * seconds[-1] <= local._MATMUL_SECONDS < runs * 8 * seconds[-1]
+    assert runs * sum(seconds) <= local._MATMUL_SECONDS * 8 / 7
 
 
 def test_names_that_need_torch_are_functions_and_unknown_ones_are_errors():

@@ -53,9 +53,8 @@ def make_plan(*, fits: bool = True, plain_peak: int = 40 * GIB) -> Plan:
     strategy, target = Strategy(2, 4, "bf16", ("full", "full", "keep"), 8), Target(16 * GIB, 8 * 128, 128, "bf16")
     plain = Alternative(Strategy(8, 1, "bf16", ("keep",) * 3), plain_peak, 1.0, False, "plain training")
     lost = Alternative(Strategy(1, 8, "bf16", ("keep",) * 3), 9 * GIB, 3.0, True, "50.0% slower")
-    return Plan(
-        fits, 16 * GIB, 15 * GIB, target, "h100", "llama-x", strategy, make_profile(), plain, (plain, lost), "why so"
-    )
+    allowed = 15 * GIB if fits else 1 * GIB
+    return Plan(allowed, target, "h100", "llama-x", strategy, make_profile(), plain, (plain, lost), "why so")
 
 
 def test_compare_is_predicted_over_measured():

@@ -56,9 +56,16 @@ def test_last_window_of_an_epoch_is_short_and_is_an_update(num_micro_batches, ex
     assert updates_per_epoch(num_micro_batches, 4) == len(expected)
 
 
+def test_an_update_takes_its_sequences_whatever_the_micro_batch():
+    """A micro batch that does not divide the update is short at its end; it never makes the update larger."""
+    window, after = next(windows(packed(20), 4, 9, Position(), seed=0))
+    assert [len(batch.inputs) for batch in window] == [4, 4, 1]
+    assert after == Position(0, 9)
+
+
 def test_an_epoch_has_every_sequence_once_in_an_order_of_its_own():
     data = packed(10)
-    stream = windows(data, 2, 2, Position(), seed=3)
+    stream = windows(data, 2, 4, Position(), seed=3)
     firsts = [[row[0].item() for batch in window for row in batch.inputs] for window, _ in islice(stream, 6)]
     one, two = (list(chain.from_iterable(part)) for part in (firsts[:3], firsts[3:]))
     assert sorted(one) == sorted(two) == [4 * i for i in range(10)]
@@ -67,9 +74,9 @@ def test_an_epoch_has_every_sequence_once_in_an_order_of_its_own():
 
 def test_windows_go_on_from_any_position_whatever_the_micro_batch():
     data = packed(10)
-    whole = list(islice(windows(data, 2, 2, Position(), seed=5), 6))
+    whole = list(islice(windows(data, 2, 4, Position(), seed=5), 6))
     for number, (_, position) in enumerate(whole[:-1]):
-        window, after = next(windows(data, 2, 2, position, seed=5))
+        window, after = next(windows(data, 2, 4, position, seed=5))
         assert after == whole[number + 1][1]
         assert torch.equal(window[0].inputs, whole[number + 1][0][0].inputs)
     rest, _ = next(windows(data, 1, 4, whole[0][1], seed=5))

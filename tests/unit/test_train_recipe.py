@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.train import load_recipe, recipe_workload
+from trainfit.units import format_count
 
 MINIMAL = """\
 model: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}
@@ -146,6 +148,40 @@ def test_inline_model_takes_the_tokenizers_vocabulary_and_the_recipes_optimizer(
     assert workload.seq_len == 16
     assert workload.optimizer.weight_decay == 0.3
     assert len(workload.anatomy().blocks) == 2
+
+
+def test_the_name_of_an_inline_model_tells_it_from_others(tmp_path):
+    overrides = ([], ["model.rms_norm_eps=1e-5"], ["model.num_hidden_layers=3"], ["model.vocab_size=300"])
+    named = [recipe_workload(load_recipe(write(tmp_path), changes)) for changes in overrides]
+    for workload in named:
+        size = format_count(workload.anatomy().num_parameters)
+        assert re.fullmatch(rf"llama-{re.escape(size)}-[0-9a-f]{{6}}", workload.name)
+    assert len({workload.name for workload in named[:3]}) == 3
+    assert named[3].name == named[0].name  # what was left out is what was written
+
+
+GEMMA3 = """\
+model:
+  model_type: gemma3
+  text_config: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, head_dim: 16,
+                num_key_value_heads: 1}
+  vision_config: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}
+data: {paths: text, tokenizer: {vocab_size: 300}}
+seq_len: 16
+tokens_per_step: 64
+steps: 3
+run_folder: run
+"""
+
+
+def test_a_model_with_a_text_config_takes_the_vocabulary_there(tmp_path):
+    (tmp_path / "gemma3.yaml").write_text(GEMMA3)
+    workload = recipe_workload(load_recipe(tmp_path / "gemma3.yaml"))
+    assert workload.vocab_size == 300
+    assert len(workload.anatomy().blocks) == 2
+    wrong = ["model.text_config.hiden_size=64"]
+    with pytest.raises(RecipeError, match=r"did you mean model\.text_config\.hidden_size\?"):
+        recipe_workload(load_recipe(tmp_path / "gemma3.yaml", wrong))
 
 
 def test_a_misspelt_model_setting_is_refused(tmp_path):

@@ -33,5 +33,4 @@ def devices(json: JsonOption = False) -> int:
 
 
 def _to_json(name: str, spec: DeviceSpec) -> dict[str, Any]:
-    usable = spec.memory_bytes.value - spec.overhead_bytes.value
-    return {"device": name, "usable_bytes": int(usable), **asdict(spec)}
+    return {"device": name, "usable_bytes": spec.usable_bytes, **asdict(spec)}

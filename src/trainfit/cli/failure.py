@@ -8,9 +8,9 @@ from typing import Any
 
 from trainfit.cli.console import DEBUG_VARIABLE
 from trainfit.errors import TrainfitError
+from trainfit.hardware.out_of_memory import says_out_of_memory
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-_OUT_OF_MEMORY = ("out of memory", "you tried to allocate", "can't allocate memory")
 
 
 def explain(error: BaseException) -> tuple[int, str]:
@@ -23,7 +23,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         return BAD_INPUT, _usage(error)
     if isinstance(error, OSError):
         return _of_system(error)
-    if isinstance(error, MemoryError) or any(text in str(error).lower() for text in _OUT_OF_MEMORY):
+    if isinstance(error, MemoryError) or says_out_of_memory(error):
         return FAILED, f"{_short(error)}; lower the micro batch or the memory of the recipe, or see `trainfit plan`"
     return FAILED, f"{type(error).__name__}: {_short(error)}; this is a bug: {DEBUG_VARIABLE}=1 shows where"
 

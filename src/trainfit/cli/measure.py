@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from trainfit.cli.console import notes, output, print_json, print_notes, status
+from trainfit.cli.answer import print_answer
+from trainfit.cli.console import notes, status
 from trainfit.cli.options import (
     MAX_STEPS,
     AccumulationOption,
@@ -49,7 +50,7 @@ def measure(
         from trainfit.cli.setup import local_device, open_recipe, prepare, require_free
         from trainfit.rehearsal import measure as run_steps
         from trainfit.rehearsal import rehearse
-        from trainfit.report import compare, comparison_view, strategy_line
+        from trainfit.report import compare, comparison_view
 
         recipe = open_recipe(model)
         here, hardware = local_device(device, recipe)
@@ -61,14 +62,6 @@ def measure(
         say(f"Running {steps + 2} steps of {setup.workload.name}")
         measured = run_steps(setup.workload, setup.strategy, here, steps=steps, max_grad_norm=setup.max_grad_norm)
     comparison = compare(predicted, measured)
-    if json:
-        about = {"model": setup.workload.name, "device": hardware.spec.name, "seq_len": setup.workload.seq_len}
-        strategy = setup.strategy.to_json()
-        print_json({**comparison.to_json(), **about, "strategy": strategy, "notes": list(setup.notes)})
-        return 0
-    console = output()
-    console.print(f"[bold]{setup.workload.name}[/] on {hardware.spec.name}: predicted against measured")
-    console.print(strategy_line(setup.strategy, setup.workload.seq_len), style="dim")
-    console.print(comparison_view(comparison))
-    print_notes(setup.notes, console)
+    view = comparison_view(comparison)
+    print_answer(setup, hardware, "predicted against measured", view, comparison.to_json(), json=json)
     return 0

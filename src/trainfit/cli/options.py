@@ -27,7 +27,7 @@ ActivationOption = Annotated[
         metavar="TIERS", help='keep, pointwise, attention, full, every:K, or a list such as "6*full,2*pointwise".'
     ),
 ]
-LossChunksOption = Annotated[str, typer.Option(metavar="N|auto", help="Pieces in which head and loss are computed.")]
+LossChunksOption = Annotated[str, typer.Option(metavar="N|auto", help="Chunks in which head and loss are computed.")]
 DeviceOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", show_default="this machine", help="A device that `trainfit devices` lists."),

@@ -41,7 +41,7 @@ def plan(
     may_change: MayChangeOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Choose how to train within a device's memory: micro batch, recomputation, loss pieces, precision.
+    """Choose how to train within a device's memory: micro batch, recomputation, loss chunks, precision.
 
     The few best strategies are rehearsed before one is chosen. Exit code 2 when none fits; it says by how much.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainfit.cli.console import notes, output, print_json, print_notes, status
+from trainfit.cli.answer import print_answer
+from trainfit.cli.console import notes, status
 from trainfit.cli.options import (
     AccumulationOption,
     ActivationOption,
@@ -38,7 +39,7 @@ def rehearse(
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe, prepare
         from trainfit.rehearsal import rehearse as run_rehearsal
-        from trainfit.report import profile_view, strategy_line
+        from trainfit.report import profile_view
 
         recipe = open_recipe(model)
         hardware = find_hardware(device, recipe)
@@ -46,14 +47,6 @@ def rehearse(
         setup = prepare(options, recipe, hardware, say)
         say(f"Rehearsing one step of {setup.workload.name}")
         profile = run_rehearsal(setup.workload, setup.strategy, hardware, max_grad_norm=setup.max_grad_norm)
-    if json:
-        about = {"model": setup.workload.name, "device": hardware.spec.name, "seq_len": setup.workload.seq_len}
-        strategy = setup.strategy.to_json()
-        print_json({**profile.to_json(), **about, "strategy": strategy, "notes": list(setup.notes)})
-        return 0
-    console = output()
-    console.print(f"[bold]{setup.workload.name}[/] on {hardware.spec.name}: one optimizer step, rehearsed")
-    console.print(strategy_line(setup.strategy, setup.workload.seq_len), style="dim")
-    console.print(profile_view(profile, budget_bytes=hardware.usable_bytes))
-    print_notes(setup.notes, console)
+    view = profile_view(profile, budget_bytes=hardware.usable_bytes)
+    print_answer(setup, hardware, "one optimizer step, rehearsed", view, profile.to_json(), json=json)
     return 0

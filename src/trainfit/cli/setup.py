@@ -6,23 +6,22 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
-from trainfit.hardware import Accelerator, Hardware, Kind, accelerator, find_device, this_machine
+from trainfit.hardware import Accelerator, Hardware, accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
 from trainfit.profile import PRECISIONS, Precision
 from trainfit.step import Strategy, parse_tiers
+from trainfit.step.build import prepare as prepare_build
 from trainfit.techniques.chunked_loss import auto_chunks
 from trainfit.train import Recipe, load_recipe, recipe_workload
 from trainfit.units import format_bytes
-from trainfit.workload import Workload, resolve_workload, split_head
+from trainfit.workload import Workload, resolve_workload
 
 Say = Callable[[str], None]
-THIS = "this"
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,8 @@ def open_recipe(model: str) -> Recipe | None:
 
 
 def find_hardware(name: str | None, recipe: Recipe | None = None, count: int = 1) -> Hardware:
-    """A device of the catalogue, or of this machine by `this` or its kind; unsaid, the recipe's or this machine's."""
-    name = name or (recipe.device if recipe else THIS)
-    if name in get_args(Kind):
-        return Hardware(this_machine(name).spec, count)  # type: ignore[arg-type]
-    return find_device(name, count)
+    """The device that is named; unsaid, the recipe's or this machine's."""
+    return find_device(name or (recipe.device if recipe else "this"), count)
 
 
 def local_device(name: str | None, recipe: Recipe | None = None) -> tuple[Accelerator, Hardware]:
@@ -147,9 +143,12 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
             f"the plan computes in {plan.strategy.precision}, the recipe in {target.precision}; "
             "plan again or set may_change=[precision]"
         )
-    if not plan.fits or plan.predicted.peak_bytes > target.budget_bytes:
-        needs, has = format_bytes(plan.predicted.peak_bytes), format_bytes(target.budget_bytes)
-        raise DoesNotFitError(f"the plan needs {needs} of a budget of {has}; raise memory or plan again")
+    allowed = target.allowed_bytes(hardware.spec.kind)
+    if plan.predicted.peak_bytes > allowed:
+        needs, may, has = map(format_bytes, (plan.predicted.peak_bytes, allowed, target.budget_bytes))
+        raise DoesNotFitError(
+            f"the plan needs {needs}, more than the {may} allowed of a budget of {has}; raise memory or plan again"
+        )
 
 
 def choose_precision(text: str, hardware: Hardware) -> tuple[Precision, tuple[str, ...]]:
@@ -195,7 +194,7 @@ def require_free(needed_bytes: int, device: Accelerator, what: str) -> None:
 
 
 def _loss_chunks(text: str, workload: Workload, tokens: int) -> tuple[int, tuple[str, ...]]:
-    """The number of pieces, one where the head cannot be cut off."""
+    """The number of chunks, one where the head cannot be cut off."""
     if text != "auto":
         if not text.isdecimal() or not 1 <= int(text) <= tokens:
             raise RecipeError(f"--loss-chunks is {text!r}; give auto or a number from 1 to the {tokens} tokens at once")
@@ -203,12 +202,10 @@ def _loss_chunks(text: str, workload: Workload, tokens: int) -> tuple[int, tuple
             return 1, ()
     with torch.device("meta"):
         model = workload.make_model()
-    anatomy = workload.anatomy()
-    split = "the model has a loss of its own" if workload.loss is not None else split_head(model, anatomy)
+    split = prepare_build(workload, accelerator("cpu"), model).split
     if isinstance(split, str):
-        return 1, (f"the loss stays in one piece: {split}",)
+        return 1, (f"the loss stays in one chunk: {split}",)
     if text != "auto":
         return int(text), ()
-    dim = [weight for weight in split.parameters() if weight.dim() == 2][-1].shape[-1]  # of the head's (vocab, dim)
-    chunks = auto_chunks(tokens, workload.vocab_size, dim)
+    chunks = auto_chunks(tokens, workload.vocab_size, split.dim)
     return chunks, (f"loss chunks auto took {chunks}",)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainfit.cli.setup import Say
     from trainfit.hardware import Hardware
     from trainfit.plan import Plan
+    from trainfit.profile import Profile
     from trainfit.report import Comparison
     from trainfit.train import Recipe, TrainReport
     from trainfit.workload import Workload
@@ -44,7 +45,7 @@ def train(
 
     Ctrl-C saves and stops; --resume goes on to the bit.
 
-    [dim]trainfit train recipes/quickstart.yaml steps=50 memory=400MiB[/]
+    [dim]trainfit train recipes/quickstart.yaml steps=50 memory=200MiB[/]
     """
     console = notes() if json else output()
     with status(console, "Importing torch") as say:
@@ -104,7 +105,7 @@ def _finish(report: TrainReport, plan: Plan, console: Console, *, json: bool) ->
     return 0
 
 
-def _with_mean_time(report: TrainReport, plan: Plan) -> Any:
+def _with_mean_time(report: TrainReport, plan: Plan) -> Profile:
     """The measured profile with the time of the later steps: recording the second one slowed it down."""
     assert report.measured is not None
     if not report.tokens_per_second:

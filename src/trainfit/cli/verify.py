@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainfit.cli.console import notes, output, print_json, print_notes, status
+from trainfit.cli.answer import print_answer
+from trainfit.cli.console import notes, status
 from trainfit.cli.options import (
     AccumulationOption,
     ActivationOption,
@@ -54,7 +55,7 @@ def verify(
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import local_device, open_recipe, prepare, require_free
         from trainfit.rehearsal import verify as run_verify
-        from trainfit.report import strategy_line, verify_view
+        from trainfit.report import verify_view
 
         recipe = open_recipe(model)
         here, hardware = local_device(device, recipe)
@@ -63,16 +64,8 @@ def verify(
         require_free(_needed_bytes(setup, hardware), here, "comparing with plain training")
         say(f"Running {steps} steps of {setup.workload.name}, planned and plain")
         report = run_verify(setup.workload, setup.strategy, here, steps=steps)
-    if json:
-        about = {"model": setup.workload.name, "device": hardware.spec.name, "seq_len": setup.workload.seq_len}
-        strategy = setup.strategy.to_json()
-        print_json({**report.to_json(), **about, "strategy": strategy, "notes": list(setup.notes)})
-    else:
-        console = output()
-        console.print(f"[bold]{setup.workload.name}[/] on {hardware.spec.name}: planned step against plain training")
-        console.print(strategy_line(setup.strategy, setup.workload.seq_len), style="dim")
-        console.print(verify_view(report))
-        print_notes(setup.notes, console)
+    what = "planned step against plain training"
+    print_answer(setup, hardware, what, verify_view(report), report.to_json(), json=json)
     if not report.passed:
         raise TrainfitError(
             f"not the same as plain training: gradients differ by {report.gradient_difference:.2e} in "

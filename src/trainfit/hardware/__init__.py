@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainfit.hardware.catalogue import catalogue, find_device
-from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind, Precision
+from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind
 
 if TYPE_CHECKING:
     from trainfit.hardware.local import this_machine
@@ -22,7 +22,6 @@ __all__ = [
     "Figure",
     "Hardware",
     "Kind",
-    "Precision",
     "accelerator",
     "catalogue",
     "find_device",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from typing import get_args
 
 from trainfit.errors import DeviceError
-from trainfit.hardware.device import Confidence, DeviceSpec, Figure, Hardware, Precision
+from trainfit.hardware.device import Confidence, DeviceSpec, Figure, Hardware, Kind
+from trainfit.profile import Precision
 
 _MIB = 2**20
 
@@ -251,16 +253,17 @@ def find_reported(name: str) -> DeviceSpec | None:
 
 
 def find_device(name: str, count: int = 1) -> Hardware:
-    """Hardware by catalogue name, by the name that the driver reports, or "this" (this machine) or "cpu" (its CPU).
+    """Hardware by catalogue name, by the name that the driver reports, or this machine's: "this", "cpu", "cuda", "npu".
 
-    Spelling is forgiving about case, spaces and underscores. Raises DeviceError with the nearest name, and for a count
-    that no run can have.
+    Spelling is forgiving about case, spaces and underscores. Raises DeviceError with the nearest name, for a kind that
+    is not here, and for a count that no run can have.
     """
     key = _key(name)
-    if key in ("this", "cpu"):
+    kind = next((kind for kind in get_args(Kind) if kind == key), None)
+    if kind is not None or key == "this":
         from trainfit.hardware.local import this_machine
 
-        return Hardware(this_machine("cpu" if key == "cpu" else None).spec, count)
+        return Hardware(this_machine(kind).spec, count)
     for spec in _CATALOGUE:
         if key == spec.name or key in map(_key, spec.reported_names):
             return Hardware(spec, count)
@@ -272,7 +275,7 @@ def _key(name: str) -> str:
 
 
 def _nearest(key: str) -> str:
-    names = [*(spec.name for spec in _CATALOGUE), "cpu", "this"]
+    names = [*(spec.name for spec in _CATALOGUE), *get_args(Kind), "this"]
     if begun := [name for name in names if key and name.startswith(key)]:
         return f"; it could be {', '.join(begun)}"
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)

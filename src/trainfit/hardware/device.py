@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainfit.errors import DeviceError
+from trainfit.profile import Precision
 
 Kind = Literal["cpu", "cuda", "npu"]
-Precision = Literal["fp32", "bf16", "fp16"]
 Confidence = Literal["high", "medium", "low"]
 
 _MAX_COUNT = 1_000_000
@@ -54,6 +54,11 @@ class DeviceSpec:
     efficiency: Figure
     reported_names: tuple[str, ...] = ()
 
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that tensors can have: the total less the overhead."""
+        return max(0, int(self.memory_bytes.value) - int(self.overhead_bytes.value))
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -73,8 +78,8 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of one device that tensors can have: the total less the overhead."""
-        return self.total_bytes - int(self.spec.overhead_bytes.value)
+        """Memory of one device that tensors can have."""
+        return self.spec.usable_bytes
 
     def supports(self, precision: Precision) -> bool:
         return precision in self.spec.tflops

@@ -14,8 +14,9 @@ from functools import cache, partial
 import torch
 
 from trainfit.hardware.catalogue import find_reported
-from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind, Precision
+from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind
 from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator, best_kind
+from trainfit.profile import Precision
 
 _MATMUL_SECONDS = 0.05
 _MATMUL_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from trainfit.hardware.device import Precision
+from trainfit.profile import Precision
 
 DISTRIBUTED_BACKEND = "hccl"
-# torch.OutOfMemoryError on newer torch_npu; a plain RuntimeError with this text on some releases.
-OUT_OF_MEMORY_TEXT = "NPU out of memory"
 # Kernels of torch_npu that ignore what a GradScaler hands them: fp16 steps would be neither unscaled nor skipped.
 FUSED_ADAMW_IGNORES_GRAD_SCALER = True
 

@@ -12,15 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 
 from trainfit.errors import DeviceError
 from trainfit.hardware import npu
-from trainfit.hardware.device import Kind, Precision, unsupported
+from trainfit.hardware.device import Kind, unsupported
 from trainfit.hardware.memory import DeviceMemory, HostMemory, MemoryMeter
+from trainfit.hardware.out_of_memory import says_out_of_memory
 from trainfit.hardware.rng import RngState
+from trainfit.profile import PRECISIONS, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,7 +34,6 @@ class _Backend:
     distributed: str
     missing: Callable[[], str]
     precisions: Callable[[ModuleType], tuple[Precision, ...]]
-    out_of_memory_text: str
     fused_adamw_ignores_grad_scaler: bool = False
 
 
@@ -42,15 +43,12 @@ def _cuda_precisions(module: ModuleType) -> tuple[Precision, ...]:
 
 
 _BACKENDS: dict[Kind, _Backend] = {
-    "cpu": _Backend("gloo", lambda: "", lambda _: get_args(Precision), "you tried to allocate"),
-    "cuda": _Backend(
-        "nccl", lambda: "it needs a CUDA build of torch and a driver", _cuda_precisions, "CUDA out of memory"
-    ),
+    "cpu": _Backend("gloo", lambda: "", lambda _: PRECISIONS),
+    "cuda": _Backend("nccl", lambda: "it needs a CUDA build of torch and a driver", _cuda_precisions),
     "npu": _Backend(
         npu.DISTRIBUTED_BACKEND,
         npu.why_missing,
         npu.precisions,
-        npu.OUT_OF_MEMORY_TEXT,
         npu.FUSED_ADAMW_IGNORES_GRAD_SCALER,
     ),
 }
@@ -129,7 +127,7 @@ class Accelerator:
         """Whether error says that this device has no memory left for an allocation."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
-        return isinstance(error, RuntimeError) and self._backend.out_of_memory_text in str(error)
+        return isinstance(error, RuntimeError) and says_out_of_memory(error, self.kind)
 
     def __repr__(self) -> str:
         return f"Accelerator({str(self.device)!r})"

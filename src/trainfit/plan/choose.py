@@ -53,8 +53,6 @@ def choose(
     chosen, profile, rehearsed = _rehearse_best(found, allowed, exact)
     fits = profile.peak_bytes <= allowed
     return Plan(
-        fits=fits,
-        budget_bytes=target.budget_bytes,
         allowed_bytes=allowed,
         target=target,
         device=hardware.spec.name,
@@ -103,7 +101,7 @@ def _rehearse_best(
 
 
 def _kind(strategy: Strategy) -> tuple[object, ...]:
-    """Candidates of one kind differ by a block or two; one of each is rehearsed."""
+    """Candidates of one kind differ in tiers only; the fastest of each whose rehearsal fits is compared."""
     return strategy.micro_batch_size, strategy.precision, strategy.loss_chunks
 
 
@@ -162,8 +160,8 @@ def _why_not(tracer: Tracer, profile: Profile, target: Target, hardware: Hardwar
     needed = int(profile.peak_bytes * target.budget_bytes / allowed) + 1
     remedy = f"give it {format_bytes(needed)}"
     if states > allowed:
-        devices = -(-states // allowed) + 1
-        remedy += f", shard it over {devices} or more such devices (not in trainfit yet), or take a smaller model"
+        devices = -(-profile.peak_bytes // allowed)
+        remedy += f", shard it over at least {devices} such devices (not in trainfit yet), or take a smaller model"
     else:
         remedy += ", or shorten seq_len"
     return (

@@ -36,12 +36,10 @@ class Alternative:
 class Plan:
     """What was chosen and why.
 
-    fits: whether predicted.peak_bytes is within allowed_bytes, the budget less its margin.
+    allowed_bytes: the budget less its margin.
     plain: what training without any technique needs, the whole step as one micro batch.
     """
 
-    fits: bool
-    budget_bytes: int
     allowed_bytes: int
     target: Target
     device: str
@@ -54,9 +52,18 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @property
+    def fits(self) -> bool:
+        """Whether the prediction stays within what is allowed."""
+        return self.predicted.peak_bytes <= self.allowed_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.target.budget_bytes
+
+    @property
     def hash(self) -> str:
         """Twelve hex digits of model, device, target and strategy; every run and report cites them."""
-        cited = [self.workload, self.device, self.target.to_json(), self.strategy.to_json()]
+        cited = [self.workload, self.device, self.allowed_bytes, self.target.to_json(), self.strategy.to_json()]
         return hashlib.sha256(json.dumps(cited, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
@@ -81,8 +88,6 @@ class Plan:
         """The inverse of to_json. Raises RecipeError if a key is missing or the hash is not that of the content."""
         try:
             plan = cls(
-                fits=data["fits"],
-                budget_bytes=data["budget_bytes"],
                 allowed_bytes=data["allowed_bytes"],
                 target=Target.from_json(data["target"]),
                 device=data["device"],

@@ -9,7 +9,6 @@ from typing import Any
 from trainfit.errors import RecipeError
 from trainfit.hardware import Kind
 from trainfit.profile import PRECISIONS, Precision
-from trainfit.units import format_bytes
 
 MAY_CHANGE = ("precision",)
 
@@ -58,7 +57,3 @@ class Target:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Target:
         return cls(**{**data, "may_change": frozenset(data["may_change"])})
-
-    def describe_margin(self, kind: Kind) -> str:
-        margin = self.budget_bytes - self.allowed_bytes(kind)
-        return f"{format_bytes(margin)} ({MARGINS[kind]:.0%}) of it left free"

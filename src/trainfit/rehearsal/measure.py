@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +15,7 @@ from trainfit.hardware import Accelerator
 from trainfit.profile import CATEGORIES, Category, Profile
 from trainfit.rehearsal.recording import DevicePhases, Recording, StepRecorder, record_host
 from trainfit.rehearsal.rehearse import optimizer_states, resident_parameters
+from trainfit.rehearsal.tracker import storage_bytes
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.workload import Workload
 from trainfit.workload.batch import MicroBatch
@@ -82,7 +83,7 @@ class RecordedRun:
         return Profile(
             peak_bytes=recording.peak_bytes,
             peak_phase=recording.peak_phase,
-            peak_place=f"during {recording.peak_phase}",
+            peak_place="",
             phases=recording.phases,
             categories=_categories(step, recording),
             resident_bytes=recording.end_bytes,
@@ -93,17 +94,12 @@ class RecordedRun:
 
 def _categories(step: TrainStep, recording: Recording) -> dict[Category, int]:
     categories: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-    categories["parameters"] = _storage_bytes(resident_parameters(step))
-    categories["optimizer"] = _storage_bytes(optimizer_states(step))
+    categories["parameters"] = storage_bytes(resident_parameters(step))
+    categories["optimizer"] = storage_bytes(optimizer_states(step))
     if recording.peak_phase == "optimizer":
         categories["gradients"] = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
     categories["temporary"] = recording.peak_bytes - sum(categories.values())
     return categories
-
-
-def _storage_bytes(tensors: Sequence[Tensor]) -> int:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def random_window(workload: Workload, strategy: Strategy, *, seed: int) -> list[MicroBatch]:

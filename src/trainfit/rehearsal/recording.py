@@ -25,11 +25,9 @@ _MEMORY = "[memory]"
 class Recording:
     """What happened between start and stop, filled in when the recording ends.
 
-    start_bytes: live when the recording was told of the step; peak_bytes, phases: the highest live bytes, in all and
-    by phase; end_bytes: live at the end. phase_seconds: wall time.
+    peak_bytes, phases: the highest live bytes, in all and by phase. end_bytes: live at the end. phase_seconds: wall.
     """
 
-    start_bytes: int = 0
     peak_bytes: int = 0
     end_bytes: int = 0
     phases: dict[Phase, int] = field(default_factory=dict)
@@ -102,7 +100,6 @@ def _fill(recording: Recording, marks: list[tuple[Phase, int]], changes: list[tu
     while position < len(changes) and changes[position][0] < marks[0][1]:
         live += changes[position][1]
         position += 1
-    recording.start_bytes = recording.peak_bytes = live
     ends = [time_ns for _, time_ns in marks[1:]] + [stop_ns]
     for (phase, begin_ns), end_ns in zip(marks, ends):
         highest = live
@@ -126,7 +123,6 @@ class DevicePhases:
 
     def start(self) -> None:
         self.device.synchronize()
-        self.recording.start_bytes = self.device.memory.current_bytes()
 
     def observe(self, phase: Phase) -> None:
         self._close()

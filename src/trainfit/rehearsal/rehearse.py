@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.hardware import Hardware, accelerator
-from trainfit.profile import Profile
+from trainfit.profile import Phase, Profile
 from trainfit.rehearsal.operators import OperatorCost
 from trainfit.rehearsal.tracker import StorageTracker
 from trainfit.step import Strategy, TrainStep, build_step
@@ -30,8 +30,10 @@ def rehearse(
 
     By default every micro batch is full: (micro_batch_size, seq_len). Of a full window only the last micro batch runs,
     on gradients that the others have left: no earlier one needs as much, and each takes as long. micro_batches, of any
-    shapes, all run. Optimizer states exist from the start, so the first step is like any other.
+    shapes, all run. Optimizer states exist from the start, so the first step is like any other. Raises DeviceError for
+    a precision that the device lacks, RecipeError for tiers that are not as many as blocks.
     """
+    hardware.require(strategy.precision)
     with fake_tensors():
         step = build_step(workload, strategy, accelerator("cpu"), max_grad_norm=max_grad_norm)
         if micro_batches is not None:
@@ -63,35 +65,33 @@ def watch_step(
     step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware, *, waiting: Sequence[MicroBatch] = ()
 ) -> Profile:
     """Run one step under a tracker. waiting: micro batches that do not run again, but take memory and time."""
-    tracker = StorageTracker(
-        rounding=hardware.spec.allocation_granularity,
-        cost=operator_cost(hardware),
-        inside_operators=hardware.spec.kind == "cpu",
-    )
+    tracker = new_tracker(hardware)
     tracker.register(resident_parameters(step), "parameters")
     tracker.register(optimizer_states(step), "optimizer")
     tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
     # On a CPU the whole window is there; a device is sent one micro batch at a time.
     sent = (*batches, *waiting) if hardware.spec.kind == "cpu" else batches[:1]
     tracker.register((tensor for batch in sent for tensor in (batch.inputs, batch.labels)), "activations")
-    name_gradients(step, tracker)
+
+    def observe(phase: Phase) -> None:
+        # Gradients are complete before the optimizer runs, and known to be gradients only then.
+        if phase in ("optimizer", "forward"):
+            tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
+        tracker.observe(phase)
+
+    step.observer = observe
     with tracker:
-        step.observer = tracker.observe
         step(batches)
     return tracker.profile(repeats=1 + len(waiting))
 
 
-def name_gradients(step: TrainStep, tracker: StorageTracker) -> None:
-    """Tell the tracker, once gradients are complete, which storages they are."""
-    outer = tracker.observe
-
-    def observe(phase: str) -> None:
-        if phase in ("optimizer", "forward"):
-            gradients = (p.grad for p in step.model.parameters() if p.grad is not None)
-            tracker.register(gradients, "gradients")
-        outer(phase)  # type: ignore[arg-type]
-
-    tracker.observe = observe  # type: ignore[method-assign]
+def new_tracker(hardware: Hardware) -> StorageTracker:
+    """A tracker that rounds, costs and looks into operators as the device does."""
+    return StorageTracker(
+        rounding=hardware.spec.allocation_granularity,
+        cost=operator_cost(hardware),
+        inside_operators=hardware.spec.kind == "cpu",
+    )
 
 
 def resident_parameters(step: TrainStep) -> list[Tensor]:

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.hardware import Hardware, accelerator
 from trainfit.profile import TIERS, BlockTrace, Precision, ShellTrace, Tier
-from trainfit.rehearsal.rehearse import fake_tensors, operator_cost
-from trainfit.rehearsal.tracker import StorageTracker
+from trainfit.rehearsal.rehearse import fake_tensors, new_tracker, operator_cost
+from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques.activation import recompute_block
 from trainfit.techniques.adamw import make_adamw
@@ -75,19 +75,19 @@ class Tracer:
         shared = [
             tensor for _, inputs in captured.values() for tensor in _tensors(inputs) if tensor is not _hidden(inputs)
         ]
-        return ModelTrace(blocks, shell, _bytes(shared))
+        return ModelTrace(blocks, shell, storage_bytes(shared))
 
     def _facts(self) -> ModelFacts:
         build = self._build
         optimizer = make_adamw(build.model.named_parameters(), self.workload.optimizer)
         states = [value for state in optimizer.state.values() for value in state.values()]
-        gradients = _bytes(p for p in build.model.parameters() if p.requires_grad)
+        gradients = storage_bytes(p for p in build.model.parameters() if p.requires_grad)
         captured = self._block_inputs(1, "fp32")
         hidden = next((_hidden(inputs) for _, inputs in captured.values()), None)
         return ModelFacts(
             structures=build.anatomy.structures,
-            parameter_bytes=_bytes([*build.model.parameters(), *build.model.buffers()]),
-            optimizer_bytes=_bytes(states),
+            parameter_bytes=storage_bytes([*build.model.parameters(), *build.model.buffers()]),
+            optimizer_bytes=storage_bytes(states),
             gradient_bytes=gradients,
             # Clipping reads the gradients twice and writes them; AdamW reads parameters, gradients and both moments,
             # and writes all but the gradients.
@@ -106,11 +106,7 @@ class Tracer:
             yield
 
     def _tracker(self) -> StorageTracker:
-        tracker = StorageTracker(
-            rounding=self.hardware.spec.allocation_granularity,
-            cost=self._cost,
-            inside_operators=self.hardware.spec.kind == "cpu",
-        )
+        tracker = new_tracker(self.hardware)
         tracker.register([*self._build.model.parameters(), *self._build.model.buffers()], "parameters")
         return tracker
 
@@ -273,8 +269,3 @@ def _hidden(inputs: Any) -> Tensor | None:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())

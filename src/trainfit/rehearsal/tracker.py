@@ -208,3 +208,9 @@ def _replay(events: list[Event]) -> tuple[dict[Phase, int], _Peak]:
         if live > peak.total:
             peak = _Peak(live, event, position)
     return {phase: phases[phase] for phase in PHASES if phase in phases}, peak
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind some tensors, each storage once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

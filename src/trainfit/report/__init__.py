@@ -4,7 +4,7 @@ from trainfit.report.compare import Comparison, compare, comparison_view
 from trainfit.report.device_view import devices_table
 from trainfit.report.pieces import facts, memory_bars
 from trainfit.report.plan_view import alternatives_table, plan_view
-from trainfit.report.profile_view import profile_view, strategy_line
+from trainfit.report.profile_view import profile_view
 from trainfit.report.verify_view import verify_view
 
 __all__ = [
@@ -17,6 +17,5 @@ __all__ = [
     "memory_bars",
     "plan_view",
     "profile_view",
-    "strategy_line",
     "verify_view",
 ]

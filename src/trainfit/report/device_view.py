@@ -18,18 +18,17 @@ _STYLE = {"high": "green", "medium": "yellow", "low": "red"}
 
 def devices_table(devices: Iterable[tuple[str, DeviceSpec]]) -> Table:
     """One row for each (name to use, spec). The last column is the least sure figure of the row."""
-    made = table("device", "memory", "usable", *PRECISIONS, "GB/s", "surety", title="Devices (dense TFLOP/s)")
+    made = table("device", "memory", "usable", *PRECISIONS, "GB/s", "confidence", title="Devices (dense TFLOP/s)")
     for name, spec in devices:
-        total, overhead = spec.memory_bytes.value, spec.overhead_bytes.value
         rates = [f"{spec.tflops[p].value:.4g}" if p in spec.tflops else "-" for p in PRECISIONS]
-        surety = least_sure(spec)
+        confidence = least_sure(spec)
         made.add_row(
             name,
-            format_bytes(total),
-            format_bytes(max(0.0, total - overhead)),
+            format_bytes(spec.memory_bytes.value),
+            format_bytes(spec.usable_bytes),
             *rates,
             f"{spec.memory_bandwidth.value / 1e9:.4g}",
-            Text(surety, style=_STYLE[surety]),
+            Text(confidence, style=_STYLE[confidence]),
         )
     return made
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.report.pieces import bar, table
-from trainfit.report.profile_view import short_tiers
+from trainfit.step.strategy import format_tiers
 from trainfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def _sides(plan: Plan) -> Table:
     made.add_row("micro batch", *(f"{s.micro_batch_size} x {seq_len} tokens" for s in both))
     made.add_row("accumulation", *(str(s.accumulation_steps) for s in both))
     made.add_row("precision", *(s.precision for s in both))
-    made.add_row("activation", *(_clip(short_tiers(s), _TIERS_WIDTH) for s in both))
-    made.add_row("loss pieces", *(str(s.loss_chunks) for s in both))
+    made.add_row("activation", *(_clip(format_tiers(s.tiers), _TIERS_WIDTH) for s in both))
+    made.add_row("loss chunks", *(str(s.loss_chunks) for s in both))
     peaks = (plan.plain.peak_bytes, plan.predicted.peak_bytes)
     made.add_row("peak memory", *(Text(format_bytes(peak), style=f"bold {_colour(peak, plan)}") for peak in peaks))
     made.add_row("", *(_budget_bar(peak, max(*peaks, plan.allowed_bytes), plan) for peak in peaks))
@@ -61,13 +61,15 @@ def _budget_bar(peak_bytes: int, longest: int, plan: Plan, width: int = 24) -> T
 
 def alternatives_table(plan: Plan) -> Table:
     """What lost, and why; peaks that were rehearsed and not only estimated have an asterisk."""
-    columns = ("batch", "activation", "pieces", "dtype", "peak", "step", "why not")
+    columns = ("batch", "activation", "chunks", "dtype", "peak", "step", "why not")
     made = table(*columns, title="What lost (* rehearsed, the others estimated)")
     for name in ("activation", "why not"):
         column = made.columns[columns.index(name)]
         column.justify, column.no_wrap = "left", name == "activation"
     for alternative in plan.alternatives[:MAX_ALTERNATIVES]:
         made.add_row(*_alternative_row(alternative))
+    if (more := len(plan.alternatives) - MAX_ALTERNATIVES) > 0:
+        made.caption, made.caption_justify = f"and {more} more: --json has them all", "left"
     return made
 
 
@@ -75,7 +77,7 @@ def _alternative_row(alternative: Alternative) -> tuple[str, ...]:
     strategy = alternative.strategy
     return (
         f"{strategy.micro_batch_size} x {strategy.accumulation_steps}",
-        _clip(short_tiers(strategy), _TIERS_WIDTH),
+        _clip(format_tiers(strategy.tiers), _TIERS_WIDTH),
         str(strategy.loss_chunks),
         strategy.precision,
         format_bytes(alternative.peak_bytes) + ("*" if alternative.rehearsed else " "),

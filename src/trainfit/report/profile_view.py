@@ -7,7 +7,6 @@ from rich.text import Text
 
 from trainfit.profile import PHASES, Profile
 from trainfit.report.pieces import bar, memory_bars, table
-from trainfit.step.strategy import Strategy, format_tiers
 from trainfit.units import format_bytes, format_seconds
 
 
@@ -23,7 +22,7 @@ def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> Render
 def _headline(profile: Profile) -> Text:
     text = Text.assemble(("Peak ", ""), (format_bytes(profile.peak_bytes), "bold"), f" in {profile.peak_phase}")
     place = profile.peak_place
-    text.append(f" ({place})" if place and not place.startswith("during") else "")
+    text.append(f" ({place})" if place else "")
     text.append(f"; {format_bytes(profile.resident_bytes)} between steps")
     if profile.step_seconds:
         text.append(f"; {format_seconds(profile.step_seconds)} a step")
@@ -47,21 +46,3 @@ def phase_table(profile: Profile) -> RenderableType:
             marks = Text(bar(size / profile.peak_bytes), style="bold cyan" if phase == profile.peak_phase else "cyan")
             made.add_row(phase, format_bytes(size), format_seconds(seconds) if seconds else "", marks)
     return made
-
-
-def strategy_line(strategy: Strategy, seq_len: int) -> str:
-    """All knobs of a strategy in one line."""
-    sequences = "sequence" if strategy.micro_batch_size == 1 else "sequences"
-    parts = [
-        f"{strategy.micro_batch_size} {sequences} of {seq_len}",
-        f"{strategy.accumulation_steps} micro batch{'' if strategy.accumulation_steps == 1 else 'es'} a step",
-        strategy.precision,
-        f"activation {short_tiers(strategy)}",
-        f"loss in {strategy.loss_chunks} piece{'' if strategy.loss_chunks == 1 else 's'}",
-    ]
-    return " · ".join(parts)
-
-
-def short_tiers(strategy: Strategy) -> str:
-    """The tiers as --activation takes them; "keep" for a model without blocks."""
-    return format_tiers(strategy.tiers) if strategy.tiers else "keep"

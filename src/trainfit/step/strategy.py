@@ -64,6 +64,14 @@ class Strategy:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
+def describe_strategy(strategy: Strategy) -> str:
+    """One line that a person can read: "micro batch 4 x 2, 6*full,2*keep, loss in 8 chunks, bf16"."""
+    chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
+    tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
+    size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
+    return f"{size}, {tiers}, {chunks}, {strategy.precision}"
+
+
 def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:
     """Tiers of num_blocks blocks from "keep", "every:2" or "6*full,2*pointwise".
 

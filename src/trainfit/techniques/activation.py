@@ -88,7 +88,9 @@ class ActivationTiers:
     def apply(self, build: Build, setting: tuple[Tier, ...]) -> None:
         """Raises RecipeError if there are not as many tiers as blocks."""
         if setting and len(setting) != len(build.anatomy.blocks):
-            raise RecipeError(f"{len(setting)} activation tiers for a model of {len(build.anatomy.blocks)} blocks")
+            raise RecipeError(
+                f"{len(setting)} activation tiers for a model of {len(build.anatomy.blocks)} blocks; give one for each"
+            )
         for block in build.blocks:
             forget_recompute(block)
         for name, block, tier in zip(build.anatomy.blocks, build.blocks, setting):

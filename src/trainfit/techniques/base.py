@@ -56,7 +56,7 @@ class Build:
 
 
 class Technique(Protocol):
-    """One file, one line in TECHNIQUES, its tests and its page."""
+    """One file, one line in TECHNIQUES, its tests and its page; what the search may set is listed in plan/search.py."""
 
     stage: ClassVar[Stage]
     setting: ClassVar[str]  # the field of Strategy that it reads

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainfit.errors import RecomputeError
 from trainfit.techniques.base import Build, Observer, Stage
 from trainfit.workload import HeadSplit
 from trainfit.workload.batch import IGNORED_LABEL, MicroBatch
@@ -124,7 +125,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
-        assert gradients is not None, "a chunked loss can be differentiated once"
+        if gradients is None:
+            raise RecomputeError("the loss in chunks can be differentiated once; use loss_chunks=1 for more")
         factor = outer[0] * ctx.scale
         scaled = [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
         return scaled[0], None, None, None, None, *scaled[1:]

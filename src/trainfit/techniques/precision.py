@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar
 
-from trainfit.errors import DeviceError
 from trainfit.profile import Precision
 from trainfit.techniques.base import Build, Stage
 
@@ -21,9 +20,10 @@ class MixedPrecision:
     setting: ClassVar[str] = "precision"
 
     def apply(self, build: Build, setting: Precision) -> None:
-        """Raises DeviceError for fp16, which underflows without loss scaling."""
+        """Raises DeviceError for a precision that the device lacks."""
+        build.accelerator.require(setting)
         if setting == "fp32":
             return
         if setting == "fp16":
-            raise DeviceError("precision fp16 needs loss scaling, which trainfit does not have yet; use bf16 or fp32")
+            build.notes.append("fp16 without loss scaling: right for bytes and seconds, not for training")
         build.autocast = partial(build.accelerator.autocast, setting)

@@ -129,9 +129,11 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) ->
             f"{checkpoint} has {len(manifest['ties'])} tied parameters {_names(manifest['ties'])}, this model has "
             f"{len(ties)} {_names(ties)}; resume with the recipe that saved it, or use another run_folder"
         )
+    rng = read_tensors(rng_file)
+    if missing := [number for number in range(len(rng)) if str(number) not in rng]:
+        raise ResumeError(f"{rng_file} lacks the state of generator {missing[0]}; use an older checkpoint")
     copy_into(model_file, wanted)
     copy_into(optimizer_file, states)
-    rng = read_tensors(rng_file)
     return tuple(rng[str(number)] for number in range(len(rng)))
 
 

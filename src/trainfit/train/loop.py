@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainfit.errors import ResumeError
+from trainfit.errors import RecipeError, ResumeError
 from trainfit.hardware import Accelerator
 from trainfit.step import Strategy, build_step
 from trainfit.train.checkpoint import RunState, load_checkpoint, read_state
@@ -51,6 +51,8 @@ def train(
     TrainfitError when the loss is no longer finite.
     """
     began = time.perf_counter()
+    if strategy.precision == "fp16":
+        raise RecipeError("precision fp16 trains only with loss scaling, which is not here yet; set precision: bf16")
     plan = plan or {"strategy": strategy.to_json(), "hash": strategy.hash}
     folder = RunFolder(Path(recipe.run_folder).expanduser())
     with ExitStack() as stack:
@@ -119,9 +121,8 @@ def _build(
     plan_hash: str,
     on_event: OnEvent,
 ) -> Run:
-    per_update = strategy.micro_batch_size * strategy.accumulation_steps
     epochs = recipe.epochs or 0
-    steps = recipe.steps or epochs * updates_per_epoch(data.train.num_sequences, per_update)
+    steps = recipe.steps or epochs * updates_per_epoch(data.train.num_sequences, recipe.sequences_per_step)
     torch.manual_seed(recipe.seed)  # before the weights are drawn; seeds the devices too
     step = build_step(workload, strategy, accelerator, max_grad_norm=recipe.max_grad_norm)
     return Run(recipe, step, data, accelerator, folder, steps, plan_hash, on_event)

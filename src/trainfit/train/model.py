@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from dataclasses import replace
+import hashlib
+import json
 from difflib import get_close_matches
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.train.recipe import Recipe
-from trainfit.workload import AdamWSettings, Workload, builtin_names, resolve_workload
-from trainfit.workload.huggingface import build_model, make_config
+from trainfit.units import format_count
+from trainfit.workload import AdamWSettings, Workload, builtin_names, resolve_workload, workload_from_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def recipe_workload(recipe: Recipe) -> Workload:
@@ -25,21 +26,18 @@ def recipe_workload(recipe: Recipe) -> Workload:
         builtin = recipe.model.lower() in builtin_names()
         workload = resolve_workload(recipe.model if builtin else _located(recipe, recipe.model), recipe.seq_len)
     else:
-        settings = _with_vocab_size(recipe, recipe.model)
-        _check_keys(settings)
-        workload = _of_config(settings, recipe.seq_len)
-    return replace(workload, optimizer=AdamWSettings(**recipe.optimizer.model_dump()))
+        workload = _of_config(recipe.model, recipe)
+    return workload.copy(optimizer=AdamWSettings(**recipe.optimizer.model_dump()))
 
 
-def _of_config(settings: dict[str, Any], seq_len: int) -> Workload:
-    name = f"the recipe's {settings['model_type']}"
-    config = make_config(settings, name)
-
-    def make_model() -> nn.Module:
-        return build_model(deepcopy(config))  # a model writes into the config that it is built from
-
-    positions = getattr(config, "max_position_embeddings", None)
-    return Workload(name, make_model, config.vocab_size, max_seq_len=positions, seq_len=seq_len)
+def _of_config(config: dict[str, Any], recipe: Recipe) -> Workload:
+    known = _defaults(config["model_type"])
+    _check_keys(config, known, "model")
+    settings = _with_vocab_size(config, known, recipe.data.tokenizer.vocab_size)
+    workload = workload_from_config(settings, seq_len=recipe.seq_len, name=f"the recipe's {config['model_type']}")
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
+    size = format_count(workload.anatomy().num_parameters)
+    return workload.copy(name=f"{config['model_type']}-{size}-{digest}")
 
 
 def _located(recipe: Recipe, model: str) -> str:
@@ -48,27 +46,35 @@ def _located(recipe: Recipe, model: str) -> str:
     return str(path) if path.exists() or path.suffix == ".json" else model
 
 
-def _with_vocab_size(recipe: Recipe, config: dict[str, Any]) -> dict[str, Any]:
-    trained = recipe.data.tokenizer.vocab_size
-    if "vocab_size" in config or trained is None:
-        return config
-    return {**config, "vocab_size": trained}
-
-
-def _check_keys(config: dict[str, Any]) -> None:
-    """transformers takes any key and ignores those it does not know, so hiden_size would train another model."""
+def _defaults(model_type: str) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
-    model_type = config["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"unknown model_type {model_type!r} in the recipe's model; transformers knows "
             f"{', '.join(get_close_matches(model_type, list(CONFIG_MAPPING), n=3) or sorted(CONFIG_MAPPING)[:5])}"
         )
-    known = CONFIG_MAPPING[model_type]()
+    known: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    return known
+
+
+def _check_keys(config: dict[str, Any], known: PreTrainedConfig, where: str) -> None:
+    """transformers takes any key and ignores those it does not know, so hiden_size would train another model."""
     names = [*known.to_dict(), *known.attribute_map]
-    for key in config:
+    for key, value in config.items():
         if not hasattr(known, key):
             near = get_close_matches(key, names, n=1)
-            hint = f"did you mean model.{near[0]}?" if near else f"{model_type} has no such setting: remove it"
-            raise RecipeError(f"unknown key model.{key}; {hint}")
+            hint = f"did you mean {where}.{near[0]}?" if near else f"{known.model_type} has no such setting: remove it"
+            raise RecipeError(f"unknown key {where}.{key}; {hint}")
+        if key in known.sub_configs and isinstance(value, dict):
+            _check_keys(value, getattr(known, key), f"{where}.{key}")
+
+
+def _with_vocab_size(config: dict[str, Any], known: PreTrainedConfig, trained: int | None) -> dict[str, Any]:
+    """trained: tokens of the tokenizer to be trained, None for one that is there."""
+    if "text_config" in known.sub_configs:  # a model of texts and images keeps its vocabulary there
+        text = config.get("text_config") or {}
+        return {**config, "text_config": _with_vocab_size(text, known.text_config, trained)}
+    if "vocab_size" in config or trained is None:
+        return config
+    return {**config, "vocab_size": trained}

@@ -59,19 +59,18 @@ def updates_per_epoch(num_sequences: int, sequences_per_update: int) -> int:
 
 
 def windows(
-    data: PackedTokens, micro_batch_size: int, accumulation_steps: int, position: Position, seed: int
+    data: PackedTokens, micro_batch_size: int, sequences_per_update: int, position: Position, seed: int
 ) -> Iterator[tuple[list[MicroBatch], Position]]:
     """Micro batches of one update after another, without end, each with the position after it.
 
-    The order of an epoch is a function of seed and epoch. The last window of an epoch has what is left; it never
-    reaches into the next.
+    An update takes sequences_per_update, whatever the micro batch: its last micro batch may be short. The order of an
+    epoch is a function of seed and epoch. The last window of an epoch has what is left; it never reaches into the next.
     """
-    per_update = micro_batch_size * accumulation_steps
     epoch, index = position.epoch, position.index
     while True:
         order = np.random.default_rng([seed, epoch]).permutation(data.num_sequences)
         while index < len(order):
-            chosen = order[index : index + per_update]
+            chosen = order[index : index + sequences_per_update]
             index += len(chosen)
             after = Position(epoch, index) if index < len(order) else Position(epoch + 1, 0)
             yield [data.rows(chosen[i : i + micro_batch_size]) for i in range(0, len(chosen), micro_batch_size)], after

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from trainfit.errors import RecipeError
-from trainfit.hardware import Precision
+from trainfit.profile import Precision
 from trainfit.units import parse_bytes, parse_count
 
 PYTHON_STDLIB = "python-stdlib"

@@ -62,10 +62,8 @@ class Run:
 
     def go(self, metrics: MetricsWriter, stop: Callable[[], bool], measured: MeasuredUpdate | None) -> bool:
         """Updates until the last, or until stop() after one. Returns whether it was stopped before the last."""
-        strategy = self.step.strategy
-        source = windows(
-            self.data.train, strategy.micro_batch_size, strategy.accumulation_steps, self.position, self.recipe.seed
-        )
+        per_update, micro_batch_size = self.recipe.sequences_per_step, self.step.strategy.micro_batch_size
+        source = windows(self.data.train, micro_batch_size, per_update, self.position, self.recipe.seed)
         stopped = stop()
         while self.step_number < self.steps and not stopped:
             window, position = next(source)

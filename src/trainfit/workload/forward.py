@@ -15,9 +15,11 @@ from trainfit.workload.huggingface import inner_configs, training_call, without_
 class HeadSplit(ABC):
     """logits(hidden(inputs)) is the model's output, to the bit, gradients included.
 
-    linear is set when logits(h) is exactly h @ linear.weight.T + linear.bias and nothing else.
+    dim is the width of the hidden states. linear is set when logits(h) is exactly h @ linear.weight.T + linear.bias
+    and nothing else.
     """
 
+    dim: int
     linear: nn.Linear | None
 
     @abstractmethod

@@ -66,7 +66,8 @@ class _GivenBackbone(nn.Module):
 
 
 class _TransformersSplit(HeadSplit):
-    def __init__(self, model: nn.Module, backbone_name: str) -> None:
+    def __init__(self, model: nn.Module, backbone_name: str, dim: int) -> None:
+        self.dim = dim
         self._model = model
         self._name = backbone_name
         self._backbone = model.get_submodule(backbone_name)
@@ -97,11 +98,11 @@ class _TransformersSplit(HeadSplit):
 
 
 def _split_transformers(model: nn.Module, backbone_name: str, head: nn.Module) -> HeadSplit | str:
-    split = _TransformersSplit(model, backbone_name)
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         return f"the output layer is a {type(head).__name__} without a weight matrix"
     vocab_size, dim = weight.shape
+    split = _TransformersSplit(model, backbone_name, dim)
     outside = [module for name, child in model.named_children() if name != backbone_name for module in child.modules()]
     with torch.no_grad(), evaluating(outside), HeadWatch(head) as watch:
         hidden = weight.new_zeros(1, 2, dim)
@@ -131,6 +132,7 @@ class _StoppedModule(HeadSplit):
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:
         self._model = model
         self._head = head
+        self.dim = head.in_features
         self.linear = plain_linear(head)
 
     def hidden(self, inputs: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,12 @@ class Workload:
         return self._cache["anatomy"]
 
     def with_seq_len(self, seq_len: int) -> Workload:
-        other = replace(self, seq_len=seq_len)
+        return self.copy(seq_len=seq_len)
+
+    def copy(self, **changes: Any) -> Workload:
+        """The same model with another name, seq_len or optimizer; what is known of its anatomy stays known."""
+        assert "make_model" not in changes, "another model has another anatomy"
+        other = replace(self, **changes)
         other._cache.update(self._cache)
         return other
 
