@@ -27,8 +27,8 @@ from trainfit.workload import MicroBatch, workload_from_module
 
 CONFIG = ReferenceConfig()
 MAX_OVERHEAD = 0.02
-# (activation, loss chunks, most x plain, most MB). The bounds are what a prototype reached on the reference model, in two
-# decimals and whole MB, and are compared so. The plans are of the kinds that the search tries (up to three runs of
+# (activation, loss chunks, most x plain, most MB). The bounds are what a prototype reached on the reference model, in
+# two decimals and whole MB, and are compared so. The plans are of the kinds that the search tries (up to three runs of
 # tiers), picked by hand below each bound's memory.
 PLANS: tuple[tuple[str, int, float, float], ...] = (
     ("keep", 16, 1.00, 378),

@@ -168,6 +168,8 @@ def test_plan_of_another_model_device_or_size(capsys, folder):
     assert f"model {plan['model']}" in refuse([*train, "model.num_hidden_layers=3"], capsys, folder)
     assert "model" in refuse([*train, "model=gpt2"], capsys, folder)
     assert "raise memory" in refuse([*train, "memory=100kiB"], capsys, folder)
+    peak = plan["chosen"]["predicted"]["peak_bytes"]  # a budget of so many bytes allows fewer
+    assert "raise memory" in refuse([*train, f"memory={peak}"], capsys, folder)
     (folder / "plan.json").write_text(json.dumps({**plan, "device": "h100"}))
     assert "hash" in refuse(train, capsys, folder)  # a plan that was edited is no plan
 
@@ -208,6 +210,8 @@ def test_a_bug_is_one_line_with_a_way_to_see_more(monkeypatch, capsys):
         (PermissionError(13, "Permission denied", "/there"), 2, "/there: Permission denied"),
         (OSError(28, "No space left on device", "/full"), 1, "free some space"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "lower the micro batch"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), 1, "micro batch"),
+        (RuntimeError("NPU out of memory. Tried to allocate 2 GiB"), 1, "lower the micro batch"),
         (MemoryError(), 1, "lower the micro batch"),
     ],
 )

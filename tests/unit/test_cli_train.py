@@ -103,7 +103,7 @@ def test_a_plan_file_is_followed(capsys):
     assert main(["plan", "recipe.yaml", "--memory", "1400kiB", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     Path("plan.json").write_text(json.dumps(plan))
-    assert main(["train", "recipe.yaml", "--plan", "plan.json", "steps=1"]) == 0
+    assert main(["train", "recipe.yaml", "--plan", "plan.json", "memory=1500kiB", "steps=1"]) == 0
     assert json.loads(Path("run/plan.json").read_text())["hash"] == plan["hash"]
 
 

@@ -52,6 +52,8 @@ def test_a_kind_that_is_not_here_is_refused():
         pytest.skip("this machine has CUDA")
     with pytest.raises(DeviceError, match="no cuda device"):
         this_machine("cuda")
+    with pytest.raises(DeviceError, match="no cuda device"):
+        find_device("cuda")
 
 
 @pytest.mark.parametrize("first", [1e-4, 2e-4, 5e-4, 1e-3])

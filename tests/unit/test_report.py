@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -23,6 +24,7 @@ from trainfit.report import (
 )
 from trainfit.report.device_view import least_sure
 from trainfit.report.pieces import BAR_WIDTH, bar
+from trainfit.report.plan_view import MAX_ALTERNATIVES
 from trainfit.step import Strategy
 
 GIB = 2**30
@@ -98,6 +100,7 @@ def test_profile_view_says_whether_it_fits():
     text = shown(profile_view(make_profile()))
     for words in ("10.0 GiB", "backward", "aten::mul", "2.5 GiB between steps", "2.0 s a step"):
         assert words in text
+    assert "in backward;" in shown(profile_view(make_profile(peak_place="")))
 
 
 def test_plan_view_sets_plain_training_beside_the_choice():
@@ -131,6 +134,13 @@ def test_alternatives_say_why_they_lost():
     assert "50.0% slower" in text
     assert "9.0 GiB*" in text
     assert "40.0 GiB*" not in text  # only estimated
+
+
+def test_alternatives_that_are_not_shown_are_counted():
+    plan = make_plan()
+    assert "more" not in shown(alternatives_table(plan))
+    many = replace(plan, alternatives=plan.alternatives * 5)
+    assert f"and {len(many.alternatives) - MAX_ALTERNATIVES} more" in shown(alternatives_table(many))
 
 
 def test_devices_show_what_they_lack_and_the_least_sure_figure():

@@ -151,7 +151,7 @@ def test_inline_model_takes_the_tokenizers_vocabulary_and_the_recipes_optimizer(
 
 
 def test_the_name_of_an_inline_model_tells_it_from_others(tmp_path):
-    overrides = ([], ["model.rms_norm_eps=1e-5"], ["model.num_hidden_layers=3"], ["model.vocab_size=300"])
+    overrides = ([], ["model.rms_norm_eps=0.00001"], ["model.num_hidden_layers=3"], ["model.vocab_size=300"])
     named = [recipe_workload(load_recipe(write(tmp_path), changes)) for changes in overrides]
     for workload in named:
         size = format_count(workload.anatomy().num_parameters)
@@ -196,3 +196,12 @@ def test_model_path_starts_from_the_folder_of_the_recipe(tmp_path):
     assert len(recipe_workload(load_recipe(write(tmp_path), ["model=config.json"])).anatomy().blocks) == 3
     with pytest.raises(ModelError, match="nowhere"):
         recipe_workload(load_recipe(write(tmp_path), ["model=nowhere.json"]))
+
+
+def test_numbers_with_an_exponent_are_numbers_without_a_dot_too(tmp_path: Path):
+    """YAML 1.1 reads 1e-5 as text, which an inline model config would keep as it is."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model: {model_type: llama, rms_norm_eps: 1e-5}\ndata: {paths: x}\nseq_len: 8\ntokens_per_step: 8\nsteps: 1\n"
+    )
+    assert load_recipe(path).model["rms_norm_eps"] == 1e-5

@@ -88,6 +88,7 @@ def test_halves_equal_the_model_to_the_bit(family: str, token_ids: Tensor) -> No
     split = split_of(model)
     assert_same_to_the_bit(model, split, lambda: model(token_ids).logits, token_ids)
     assert (split.linear is not None) == FAMILIES[family][1]
+    assert split.hidden(token_ids).shape == (*token_ids.shape, split.dim)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mamba"])

@@ -12,7 +12,7 @@ from trainfit.plan.target import Target
 from trainfit.profile import Profile
 from trainfit.rehearsal.rehearse import rehearse
 from trainfit.rehearsal.trace import Tracer
-from trainfit.step.strategy import Strategy, format_tiers, parse_tiers
+from trainfit.step.strategy import Strategy, describe_strategy, parse_tiers
 from trainfit.units import format_bytes
 from trainfit.workload import Workload
 
@@ -46,7 +46,7 @@ def choose(
     found = search(tracer, hardware, target, allowed)
 
     def exact(strategy: Strategy) -> Profile:
-        on_progress(f"rehearsing {describe(strategy)}")
+        on_progress(f"rehearsing {describe_strategy(strategy)}")
         return rehearse(workload, strategy, hardware, max_grad_norm=max_grad_norm)
 
     plain = _plain(len(tracer.facts.structures), target, exact)
@@ -64,14 +64,6 @@ def choose(
         reason=_why(chosen, profile, plain, allowed) if fits else _why_not(tracer, profile, target, hardware),
         notes=_notes(target),
     )
-
-
-def describe(strategy: Strategy) -> str:
-    """One line that a person can read: "micro batch 4 x 2, 6*full,2*keep, loss in 8 chunks, bf16"."""
-    chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
-    tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
-    size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
-    return f"{size}, {tiers}, {chunks}, {strategy.precision}"
 
 
 def _rehearse_best(
@@ -146,7 +138,7 @@ def _why_lost(peak: int, seconds: float, allowed: int, best_seconds: float) -> s
 def _why(chosen: Candidate, profile: Profile, plain: Alternative, allowed: int) -> str:
     share = plain.step_seconds / profile.step_seconds - 1 if profile.step_seconds else 0.0
     return (
-        f"the fastest that stays within {format_bytes(allowed)}: {describe(chosen.strategy)}; "
+        f"the fastest that stays within {format_bytes(allowed)}: {describe_strategy(chosen.strategy)}; "
         f"its peak of {format_bytes(profile.peak_bytes)} comes in the {profile.peak_phase} phase; "
         f"plain training needs {format_bytes(plain.peak_bytes)} and would take {abs(share):.0%} "
         f"{'less' if share < 0 else 'more'} time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +29,12 @@ class _StrictLoader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"key {key!r} is written twice", problem_mark=key_node.start_mark)
             seen.add(key)
         return dict(super().construct_mapping(node, deep))
+
+
+# YAML 1.1 takes 1e-5 for a string, since it wants a dot; people who write learning rates mean the number.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
