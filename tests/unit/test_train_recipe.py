@@ -201,7 +201,6 @@ def test_model_path_starts_from_the_folder_of_the_recipe(tmp_path):
 def test_numbers_with_an_exponent_are_numbers_without_a_dot_too(tmp_path: Path):
     """YAML 1.1 reads 1e-5 as text, which an inline model config would keep as it is."""
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "model: {model_type: llama, rms_norm_eps: 1e-5}\ndata: {paths: x}\nseq_len: 8\ntokens_per_step: 8\nsteps: 1\nrun_folder: r\n"
-    )
+    model = "model: {model_type: llama, rms_norm_eps: 1e-5}"
+    path.write_text(f"{model}\ndata: {{paths: x}}\nseq_len: 8\ntokens_per_step: 8\nsteps: 1\nrun_folder: r\n")
     assert load_recipe(path).model["rms_norm_eps"] == 1e-5

@@ -24,6 +24,7 @@ from trainfit.train import (
 from trainfit.units import format_bytes, format_count, format_seconds
 
 _PLAIN_LINES = 10  # of progress in a whole run where there is no terminal
+_PLAIN_SECONDS = 20.0  # and never longer without one
 _SMOOTHING = 0.1  # weight of the newest step in the speed that is shown
 _WARM_UP = 2  # updates that are slow: the first, and the second, which is recorded
 
@@ -38,6 +39,7 @@ class TrainingDisplay:
         self._pace = _Pace(first_step=0)
         self._task: TaskID | None = None
         self._preparing = ""
+        self._last_line = time.monotonic()
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -120,9 +122,15 @@ class TrainingDisplay:
         )
         if self._task is not None:
             self._progress.update(self._task, completed=event.step, facts=facts)
+        if not self._console.is_terminal and self._is_due(event):
+            self._say(f"step {facts}".rstrip())
+            self._last_line = time.monotonic()
+
+    def _is_due(self, event: StepDone) -> bool:
+        """A line now and then, the last step, and soon after the start: nobody should wait to see that it runs."""
         every = max(1, event.steps // _PLAIN_LINES)
-        if not self._console.is_terminal and (event.step % every == 0 or event.step == event.steps):
-            self._say(f"step {facts}")
+        waited = time.monotonic() - self._last_line
+        return event.step % every == 0 or event.step == event.steps or waited > _PLAIN_SECONDS
 
     def _remove_task(self) -> None:
         if self._task is not None:

@@ -47,6 +47,7 @@ def rehearse(
         setup = prepare(options, recipe, hardware, say)
         say(f"Rehearsing one step of {setup.workload.name}")
         profile = run_rehearsal(setup.workload, setup.strategy, hardware, max_grad_norm=setup.max_grad_norm)
-    view = profile_view(profile, budget_bytes=hardware.usable_bytes)
+    budget_bytes = (recipe and recipe.memory) or hardware.usable_bytes
+    view = profile_view(profile, budget_bytes=budget_bytes)
     print_answer(setup, hardware, "one optimizer step, rehearsed", view, profile.to_json(), json=json)
     return 0

@@ -52,13 +52,15 @@ def train(
         from trainfit.cli.progress import TrainingDisplay
         from trainfit.cli.setup import local_device, require_free
         from trainfit.report import plan_view
-        from trainfit.train import load_recipe, recipe_workload
+        from trainfit.train import RunFolder, load_recipe, recipe_workload
         from trainfit.train import train as run_training
 
         settings = load_recipe(recipe, overrides or ())
         device, hardware = local_device(None, settings)
         say("Building the model")
         workload = recipe_workload(settings)
+        if not resume:
+            RunFolder(Path(settings.run_folder).expanduser()).refuse_before_planning()
         made = _plan(settings, workload, hardware, plan, resume, say)
         require_free(made.predicted.peak_bytes, device, "the planned step")
     console.print(plan_view(made), "")
@@ -127,7 +129,7 @@ def _print_summary(report: TrainReport, comparison: Comparison | None, console: 
         console.print(comparison_view(comparison))
     rows = [
         ("held-out loss", _held_out(report)),
-        ("speed", f"{report.tokens_per_second:,.0f} tokens/s over {report.steps} steps"),
+        ("speed", f"{report.tokens_per_second:,.0f} tokens/s"),
         ("time", f"{format_seconds(report.total_seconds)}, of it {format_seconds(report.seconds)} in training steps"),
         ("run folder", str(report.run_folder)),
     ]

@@ -67,7 +67,8 @@ def comparison_view(comparison: Comparison) -> RenderableType:
     made.add_row("between steps", *_bytes_row(predicted.resident_bytes, measured.resident_bytes))
     if comparison.step_seconds_error is not None:
         seconds = (format_seconds(predicted.step_seconds), format_seconds(measured.step_seconds))
-        made.add_row("step time", *seconds, f"{100 * comparison.step_seconds_error:+.0f} %")
+        # A roofline's seconds are off by a factor, not by some percent: say which.
+        made.add_row("step time", *seconds, f"{measured.step_seconds / predicted.step_seconds:.2f} x")
     peaks = f"The peak falls in {predicted.peak_phase} as predicted and in {measured.peak_phase} as measured."
     return Group(made, Text(peaks, style="dim"))
 

@@ -18,6 +18,7 @@ from trainfit.train.metrics import read_metrics
 from trainfit.train.model import recipe_workload
 from trainfit.train.reading import load_recipe
 from trainfit.train.recipe import Recipe
+from trainfit.train.run_folder import RunFolder
 
 __all__ = [
     "Archived",
@@ -28,6 +29,7 @@ __all__ = [
     "Preparing",
     "Recipe",
     "Resumed",
+    "RunFolder",
     "Saved",
     "Started",
     "StepDone",

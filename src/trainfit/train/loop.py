@@ -72,7 +72,7 @@ def train(
             on_event(Archived(archive))
         folder.begin(plan, recipe.to_json())
         baseline = unigram_loss(data.train, data.held_out, run.held_out_indices, data.vocab_size)
-        on_event(_started(run, baseline))
+        on_event(_started(run, workload, baseline))
         with MetricsWriter(folder.path, after_step=run.step_number) as metrics, _deferred_interrupt() as stop:
             interrupted = run.go(metrics, stop, measured)
     report = run.report(interrupted=interrupted, unigram_loss=baseline, total_seconds=time.perf_counter() - began)
@@ -140,7 +140,7 @@ def _restore(run: Run, saved: RunState) -> None:
     run.on_event(Resumed(saved.step, checkpoint, changed, plan_changed=saved.plan_hash != run.plan_hash))
 
 
-def _started(run: Run, baseline: float) -> Started:
+def _started(run: Run, workload: Workload, baseline: float) -> Started:
     return Started(
         step=run.step_number,
         steps=run.steps,
@@ -149,7 +149,16 @@ def _started(run: Run, baseline: float) -> Started:
         held_out_tokens=len(run.data.held_out.tokens),
         held_out_loss_tokens=len(run.held_out_indices) * run.recipe.seq_len,
         unigram_loss=baseline,
-        notes=run.step.notes,
+        notes=(*run.step.notes, *_unused_vocabulary(workload.vocab_size, run.data.vocab_size)),
+    )
+
+
+def _unused_vocabulary(of_model: int, of_tokenizer: int) -> tuple[str, ...]:
+    """A word where most of the embedding belongs to tokens that no text can give."""
+    if of_model < 2 * of_tokenizer:
+        return ()
+    return (
+        f"the model has {of_model} tokens, the tokenizer {of_tokenizer}: a smaller vocab_size of the model would do",
     )
 
 

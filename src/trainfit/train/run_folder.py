@@ -53,6 +53,13 @@ class RunFolder:
             raise ResumeError(f"{self.path} has no checkpoint to resume from; leave out --resume or set run_folder=")
         return found[-1]
 
+    def refuse_before_planning(self) -> None:
+        """What train() itself would refuse, early and without a trace: planning takes its time."""
+        try:
+            self.refuse_unfinished()
+        finally:
+            self.undo()
+
     def refuse_unfinished(self) -> None:
         """Raises ResumeError when the folder holds a run that can go on: nobody loses one by forgetting --resume."""
         found = list_checkpoints(self.checkpoints)
