@@ -56,7 +56,7 @@ def damage(path):
         (lambda path: edit_manifest(path, version=None), "is not of format"),
         (lambda path: edit_manifest(path, format="other"), "is not of format"),
         (lambda path: (path / "rng.safetensors").unlink(), r"rng\.safetensors has 0 bytes, \d+ were saved"),
-        (damage, "is damaged"),
+        (damage, "SHA-256 differs"),
     ],
 )
 def test_partial_foreign_newer_and_damaged_folders_are_refused(tmp_path, harm, match):
@@ -96,3 +96,13 @@ def test_the_same_step_can_be_saved_again(tmp_path):
     save_tiny(tmp_path)
     path = save_tiny(tmp_path)
     assert list(tmp_path.iterdir()) == list_checkpoints(tmp_path) == [path]
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    from trainfit.train import RunFolder
+
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked(), pytest.raises(ResumeError, match="another run"), RunFolder(tmp_path / "run").locked():
+        pass
+    with folder.locked():
+        pass  # free again

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainfit.workload import HeadSplit, dissect, run_model, split_head, workload_from_module
 from trainfit.workload.huggingface import build_model, make_config
@@ -321,3 +321,25 @@ def test_users_module_is_halved_under_fake_tensors_too() -> None:
         split = split_head(model, workload.anatomy())
         assert isinstance(split, HeadSplit)
         assert split.hidden(torch.zeros(2, 16, dtype=torch.long)).shape == (2, 16, 16)
+
+
+def test_a_block_that_stands_twice_in_a_list_stays_real():
+    """Trying a module out on fake tensors must leave no fake behind under a second name."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+            block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+            self.layers = nn.ModuleList([block, block, nn.Sequential(nn.Linear(8, 8), nn.ReLU())])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.embedding(ids)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return self.head(hidden)
+
+    model = Twice()
+    split_head(model, dissect(model, vocab_size=11))
+    assert not any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
+    assert float(model(torch.zeros(1, 2, dtype=torch.long)).abs().sum()) > 0

@@ -62,8 +62,9 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """Twelve hex digits of model, device, target and strategy; every run and report cites them."""
-        cited = [self.workload, self.device, self.allowed_bytes, self.target.to_json(), self.strategy.to_json()]
+        """Twelve hex digits of model, device, target, strategy and peak; every run and report cites them."""
+        sizes = [self.allowed_bytes, self.predicted.peak_bytes]
+        cited = [self.workload, self.device, sizes, self.target.to_json(), self.strategy.to_json()]
         return hashlib.sha256(json.dumps(cited, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
@@ -99,10 +100,13 @@ class Plan:
                 reason=data["reason"],
                 notes=tuple(data["notes"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecipeError(
                 f"the plan is not one that `trainfit plan --json` wrote: {error}; make it again"
             ) from error
+        sizes = (plan.allowed_bytes, plan.predicted.peak_bytes, plan.plain.peak_bytes)
+        if not all(isinstance(size, int) for size in sizes):
+            raise RecipeError(f"the plan's sizes are {sizes}, not whole bytes; make it again")
         if plan.hash != data.get("hash"):
             raise RecipeError(f"the plan says hash {data.get('hash')}, its content {plan.hash}; make it again")
         return plan

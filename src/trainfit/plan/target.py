@@ -11,6 +11,7 @@ from trainfit.hardware import Kind
 from trainfit.profile import PRECISIONS, Precision
 
 MAY_CHANGE = ("precision",)
+MAX_SEQUENCES = 2**20
 
 # Part of the budget that a plan leaves free. Predictions of allocated bytes are exact to 1% on a CPU. A caching
 # allocator reserves more than it hands out: 6 to 15% more where a replay of published runs could tell, and 13% of the
@@ -37,6 +38,11 @@ class Target:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):
             if getattr(self, name) < 1:
                 raise RecipeError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.sequences_per_step > MAX_SEQUENCES:
+            raise RecipeError(
+                f"tokens_per_step {self.tokens_per_step} is {self.sequences_per_step} sequences of {self.seq_len}; "
+                f"at most {MAX_SEQUENCES} make a step"
+            )
         if self.precision not in PRECISIONS:
             raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
         if unknown := sorted(self.may_change - set(MAY_CHANGE)):

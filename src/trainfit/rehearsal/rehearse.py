@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainfit.errors import ModelError, TrainfitError
 from trainfit.hardware import Hardware, accelerator
 from trainfit.profile import Phase, Profile
 from trainfit.rehearsal.operators import OperatorCost
@@ -38,11 +39,12 @@ def rehearse(
         step = build_step(workload, strategy, accelerator("cpu"), max_grad_norm=max_grad_norm)
         if micro_batches is not None:
             return watch_step(step, micro_batches, hardware)
-        window = full_window(workload, strategy)
-        if len(window) > 1:
+        if strategy.accumulation_steps > 1:
             for parameter in step.model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        return watch_step(step, window[-1:], hardware, waiting=window[:-1])
+        return watch_step(
+            step, [full_micro_batch(workload, strategy)], hardware, waiting=strategy.accumulation_steps - 1
+        )
 
 
 @contextmanager
@@ -52,26 +54,24 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def full_window(workload: Workload, strategy: Strategy) -> list[MicroBatch]:
-    """accumulation_steps micro batches without padding, zeros for tokens."""
-    shape = (strategy.micro_batch_size, workload.seq_len)
-    return [
-        MicroBatch(torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long), shape[0] * shape[1])
-        for _ in range(strategy.accumulation_steps)
-    ]
+def full_micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
+    """A micro batch without padding, zeros for tokens."""
+    ids = torch.zeros(strategy.micro_batch_size, workload.seq_len, dtype=torch.long)
+    return MicroBatch(ids, torch.zeros_like(ids), ids.numel())
 
 
-def watch_step(
-    step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware, *, waiting: Sequence[MicroBatch] = ()
-) -> Profile:
-    """Run one step under a tracker. waiting: micro batches that do not run again, but take memory and time."""
+def watch_step(step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware, *, waiting: int = 0) -> Profile:
+    """Run one step under a tracker. waiting: micro batches like the first that do not run, but take memory and time."""
     tracker = new_tracker(hardware)
     tracker.register(resident_parameters(step), "parameters")
     tracker.register(optimizer_states(step), "optimizer")
     tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
     # On a CPU the whole window is there; a device is sent one micro batch at a time.
-    sent = (*batches, *waiting) if hardware.spec.kind == "cpu" else batches[:1]
-    tracker.register((tensor for batch in sent for tensor in (batch.inputs, batch.labels)), "activations")
+    on_host = hardware.spec.kind == "cpu"
+    sent = [tensor for batch in (batches if on_host else batches[:1]) for tensor in (batch.inputs, batch.labels)]
+    if on_host and waiting:
+        sent.append(torch.empty(waiting * (batches[0].inputs.nbytes + batches[0].labels.nbytes), dtype=torch.uint8))
+    tracker.register(sent, "activations")
 
     def observe(phase: Phase) -> None:
         # Gradients are complete before the optimizer runs, and known to be gradients only then.
@@ -80,9 +80,24 @@ def watch_step(
         tracker.observe(phase)
 
     step.observer = observe
-    with tracker:
+    with tracker, model_errors():
         step(batches)
-    return tracker.profile(repeats=1 + len(waiting))
+    return tracker.profile(repeats=1 + waiting)
+
+
+@contextmanager
+def model_errors() -> Iterator[None]:
+    """What a model cannot do on fake token ids becomes one line; our own errors stay what they are."""
+    try:
+        yield
+    except TrainfitError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise ModelError(
+            f"the model cannot be rehearsed on token ids ({type(error).__name__}: {reason}); check its config, or give "
+            "rehearse() micro_batches of its own inputs"
+        ) from error
 
 
 def new_tracker(hardware: Hardware) -> StorageTracker:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.hardware import Hardware, accelerator
 from trainfit.profile import TIERS, BlockTrace, Precision, ShellTrace, Tier
-from trainfit.rehearsal.rehearse import fake_tensors, new_tracker, operator_cost
+from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques.activation import recompute_block
@@ -58,13 +58,13 @@ class Tracer:
         self.workload, self.hardware = workload, hardware
         self._cost = operator_cost(hardware)
         self._tuples = False  # whether blocks return tuples; known after the first one has run
-        with fake_tensors() as self._mode:
+        with fake_tensors() as self._mode, model_errors():
             self._build = prepare(workload, accelerator("cpu"))
             self.facts = self._facts()
 
     def trace(self, micro_batch_size: int, precision: Precision, chunks: Iterable[int]) -> ModelTrace:
         """Every tier of every structure, and the shell with the loss in each number of chunks."""
-        with self._mode, torch.device("cpu"):
+        with self._mode, torch.device("cpu"), model_errors():
             captured = self._block_inputs(micro_batch_size, precision)
             blocks = {
                 (structure, tier): self._trace_block(block, tier, precision, inputs)

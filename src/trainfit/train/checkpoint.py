@@ -9,11 +9,12 @@ and the next save removes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def save_checkpoint(
         **asdict(state),
         "ties": ties,
         "file_bytes": {name: (partial / name).stat().st_size for name in _FILES},
+        "file_sha256": {name: _sha256(partial / name) for name in _FILES},
     }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     for path in (*(partial / name for name in (*_FILES, _MANIFEST)), partial):
@@ -108,9 +110,17 @@ def remove_partial(folder: Path) -> None:
 def read_state(checkpoint: Path) -> RunState:
     """The numbers of a checkpoint. Raises ResumeError when it is partial, foreign or of a newer format."""
     manifest = _read_manifest(checkpoint)
-    position = Position(**manifest["position"])
-    names = ("step", "tokens", "recipe", "recipe_hash", "plan_hash")
-    return RunState(position=position, **{name: manifest[name] for name in names})
+    try:
+        state = RunState(**{each.name: manifest[each.name] for each in fields(RunState)})
+        state = replace(state, position=Position(**manifest["position"]))
+        numbers = (state.step, state.tokens, state.position.epoch, state.position.index)
+        if min(int(number) for number in numbers) < 0 or not isinstance(state.recipe, dict):
+            raise ValueError(f"step, tokens and position are {numbers}")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ResumeError(
+            f"{checkpoint / _MANIFEST} is damaged ({error}); remove {checkpoint} to go on before it"
+        ) from None
+    return state
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> tuple[Tensor, ...]:
@@ -155,16 +165,30 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise ResumeError(
             f"{checkpoint} is of format version {manifest['version']}, this trainfit reads up to {VERSION}; upgrade it"
         )
-    if missing := sorted({"ties", "file_bytes", *(f.name for f in fields(RunState))} - manifest.keys()):
+    if missing := sorted({"ties", "file_bytes", "file_sha256", *(f.name for f in fields(RunState))} - manifest.keys()):
         raise ResumeError(f"{path} lacks {missing[0]}: {_NOT_OURS}")
-    for name, num_bytes in manifest["file_bytes"].items():
-        file = checkpoint / name
-        found = file.stat().st_size if file.is_file() else 0
-        if found != num_bytes:
-            raise ResumeError(
-                f"{file} has {found} bytes, {num_bytes} were saved; remove {checkpoint} to go on before it"
-            )
+    for name in _FILES:
+        _check_file(checkpoint, name, manifest)
     return manifest
+
+
+def _check_file(checkpoint: Path, name: str, manifest: Mapping[str, Any]) -> None:
+    """Raises ResumeError for a file that is not, to the bit, what was saved."""
+    file = checkpoint / name
+    try:
+        saved_bytes, saved_sha256 = manifest["file_bytes"][name], manifest["file_sha256"][name]
+    except (KeyError, TypeError):
+        raise ResumeError(f"{checkpoint / _MANIFEST} says nothing of {name}: {_NOT_OURS}") from None
+    found = file.stat().st_size if file.is_file() else 0
+    if found != saved_bytes:
+        raise ResumeError(f"{file} has {found} bytes, {saved_bytes} were saved; remove {checkpoint} to go on before it")
+    if _sha256(file) != saved_sha256:
+        raise ResumeError(f"{file} is not what was saved (SHA-256 differs); remove {checkpoint} to go on before it")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _names(ties: Mapping[str, str]) -> str:

@@ -60,6 +60,12 @@ def prepare_data(
             f"set the model's vocab_size to {index['vocab_size']} or use a smaller tokenizer"
         )
     _check_length(recipe, index["num_tokens"])
+    for split in SPLITS:
+        wanted, found = index["num_tokens"][split], (folder / f"{split}.bin").stat().st_size
+        if found != wanted * np.dtype(index["dtype"]).itemsize:
+            raise DataError(
+                f"{folder / split}.bin has {found} bytes, not {wanted} tokens; remove {folder} to make it again"
+            )
     train, held_out = (
         PackedTokens(np.memmap(folder / f"{split}.bin", dtype=index["dtype"], mode="r"), recipe.seq_len)
         for split in SPLITS

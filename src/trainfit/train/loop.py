@@ -57,6 +57,7 @@ def train(
     folder = RunFolder(Path(recipe.run_folder).expanduser())
     with ExitStack() as stack:
         try:
+            stack.enter_context(folder.locked())
             saved = _saved_state(recipe, folder) if resume else None
             if not resume:
                 folder.refuse_unfinished()

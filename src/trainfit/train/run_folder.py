@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,18 @@ class RunFolder:
         self.write_json("plan.json", plan)
         self.write_json("recipe.json", recipe)
         (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else trains here meanwhile. Raises ResumeError when somebody does; a killed run's lock is free."""
+        folder = os.open(self.path, os.O_RDONLY)  # the folder itself is locked: no file to forget
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise ResumeError(f"another run is writing to {self.path}; wait for it or set run_folder=") from None
+        finally:
+            os.close(folder)
 
     def undo(self) -> None:
         """Removes folders that this object made and that hold nothing: a run that never began leaves no trace."""

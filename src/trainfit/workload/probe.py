@@ -101,7 +101,8 @@ def run_fake(model: nn.Module, seq_len: int) -> Tensor:
             return run_model(model, torch.zeros(1, seq_len, dtype=torch.long, device=parameter.device))
     # Plain tensors that a module keeps as attributes are real: fake mode must take them as they are.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    # Under every name: what a tied or repeated module has under a second one would be left fake behind.
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     fakes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
     with mode:
         inputs = torch.zeros(1, seq_len, dtype=torch.long, device=parameter.device)

@@ -73,6 +73,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise ModelError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} is not UTF-8 text (byte {error.start}); give a config.json") from error
+    except RecursionError as error:
+        raise ModelError(f"{path} is nested too deep to be a config; give a config.json") from error
     except json.JSONDecodeError as error:
         raise ModelError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; correct it there"
