@@ -101,11 +101,17 @@ def run_fake(model: nn.Module, seq_len: int) -> Tensor:
             return run_model(model, torch.zeros(1, seq_len, dtype=torch.long, device=parameter.device))
     # Plain tensors that a module keeps as attributes are real: fake mode must take them as they are.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Under every name: what a tied or repeated module has under a second one would be left fake behind.
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    # Each module once, each of its own tensors once, tied or not: functional_call would swap what has two names twice,
+    # and put the first swap back last.
+    tensors = {
+        f"{prefix}.{name}".removeprefix("."): tensor
+        for prefix, module in model.named_modules()
+        for name, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None
+    }
     fakes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
     with mode:
         inputs = torch.zeros(1, seq_len, dtype=torch.long, device=parameter.device)
         with training_call(), without_cache(configs_of(model)):
-            output = torch.func.functional_call(model, fakes, (inputs,))
+            output = torch.func.functional_call(model, fakes, (inputs,), tie_weights=False)
     return output if isinstance(output, Tensor) else output.logits
