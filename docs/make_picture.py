@@ -47,7 +47,7 @@ def record(command: list[str]) -> tuple[pyte.Screen, pyte.Screen]:
         except OSError:
             break
         stream.feed(chunk)
-        if not re.search(rb"1[2-9]\d/200", seen):
+        if not re.search(rb"1[0-5]\d/160", seen):
             frames.feed(chunk)
             seen += chunk
     if process.wait() != 0:
@@ -59,9 +59,9 @@ def draw(running: pyte.Screen, ended: pyte.Screen, path: Path) -> None:
     """The last line of the running screen stands where the bar was, between plan and result."""
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Text(f"$ {COMMAND}", style="bold"))
-    bar = [line for line in rows(running) if "/200" in line.plain][-1:]
+    bar = [line for line in rows(running) if "/160" in line.plain][-1:]
     for line in rows(ended):
-        if "/200" in line.plain and bar:
+        if "/160" in line.plain and bar:
             console.print(bar.pop())
         console.print(line)
     svg = console.export_svg(title="trainfit")
