@@ -24,9 +24,9 @@ from trainfit.cli.train import train
 from trainfit.cli.verify import verify
 
 _QUIET_LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
-# Threads of OpenMP wait for each other by spinning, and keep each other off the core as soon as anything else runs there.
-# The quickstart's step on two cores, alone and with one neighbour: 0.67 s and never done by default, 1.18 and 1.33 s with
-# OMP_WAIT_POLICY=passive, 0.77 and 0.72 s when they spin for a while and then sleep. Read when torch loads libgomp.
+# Threads of OpenMP wait for each other by spinning, and keep each other off the core as soon as anything else runs
+# there. The quickstart's step on two cores, alone and with one neighbour: 0.67 s and never done by default, 1.18 and
+# 1.33 s with OMP_WAIT_POLICY=passive, 0.77 and 0.72 s when they spin for a while and then sleep. Read by libgomp.
 _PATIENT_THREADS = {"GOMP_SPINCOUNT": "30000"}
 
 
