@@ -18,7 +18,7 @@ def _nothing_left_over() -> None:
 def test_peak_sees_what_was_freed_and_reset_forgets_it(target: Accelerator):
     num_bytes = 64 * MIB
     # The host's meter counts pages of the whole process: allow for what else it touches.
-    slack = {"cpu": 16 * MIB, "npu": 0}[target.kind]
+    slack = {"cpu": 4 * MIB, "npu": 0}[target.kind]
     torch.ones(num_bytes, dtype=torch.uint8, device=target.device)  # code that runs for the first time takes pages too
     before = target.memory.current_bytes()
     assert target.memory.reset_peak()
