@@ -126,3 +126,20 @@ def test_a_rehearsal_computes_nothing_and_draws_nothing():
     rehearse(workload, Strategy(1, tiers=("full",) * 4), this_machine("cpu"))
     assert torch.equal(torch.rand(3), expected)
     assert random_batch(workload).inputs.sum() > 0  # and fake mode is over
+
+
+def test_a_tied_embedding_adds_its_two_gradients_out_of_place():
+    """The head's gradient is a view, so autograd makes a third tensor of vocabulary x width beside the two."""
+    from tiny_models import TINY_CONFIGS
+
+    from trainfit.hardware import accelerator, this_machine
+    from trainfit.rehearsal import measure, rehearse
+    from trainfit.step import Strategy
+    from trainfit.workload import workload_from_config
+
+    workload = workload_from_config({**TINY_CONFIGS["gpt2"], "vocab_size": 8000}, seq_len=16, name="wide-gpt2")
+    strategy = Strategy(1, tiers=("keep",) * 4)
+    predicted = rehearse(workload, strategy, this_machine("cpu"))
+    measured = measure(workload, strategy, accelerator("cpu"), steps=0)
+    assert predicted.peak_phase == measured.peak_phase == "backward"
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
