@@ -131,7 +131,6 @@ def test_a_rehearsal_computes_nothing_and_draws_nothing():
 def test_a_tied_embedding_adds_its_two_gradients_out_of_place():
     """The head's gradient is a view, so autograd makes a third tensor of vocabulary x width beside the two."""
     from tiny_models import TINY_CONFIGS
-
     from trainfit.hardware import accelerator, this_machine
     from trainfit.rehearsal import measure, rehearse
     from trainfit.step import Strategy
