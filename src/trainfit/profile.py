@@ -50,7 +50,8 @@ class BlockTrace:
     forward_peak_bytes: the most that is live during its forward above what was live before it.
     backward_peak_bytes: the most that is live during its backward (recompute included) above what was live just
         before it; saved_bytes is not part of it.
-    gradient_bytes: parameter gradients that its backward leaves behind.
+    gradient_bytes: parameter gradients that its backward leaves behind; 0 where it adds to those of earlier micro
+        batches.
     forward_seconds, backward_seconds: roofline time on the hardware at hand; backward includes recompute.
     """
 
@@ -68,7 +69,7 @@ class ShellTrace:
 
     All bytes are above what was live before.
     before_blocks_peak_bytes: the most until the blocks' backward would begin.
-    gradient_bytes: what head and last norm leave behind.
+    gradient_bytes: what head and last norm leave behind; 0 where they add to the gradients of earlier micro batches.
     after_blocks_peak_bytes: the most while the embedding's backward runs, gradient_bytes included.
     """
 

@@ -22,7 +22,7 @@ blocks = st.builds(
     backward_seconds=st.floats(0, 1),
 )
 shells = st.builds(ShellTrace, sizes, sizes, sizes, st.floats(0, 1))
-residents = st.builds(Resident, sizes, sizes, sizes, sizes, st.floats(0, 1), st.floats(0, 1))
+residents = st.builds(Resident, sizes, sizes, sizes, sizes, sizes, st.floats(0, 1))
 
 
 @st.composite
@@ -34,21 +34,20 @@ def models(draw):
     return structures, traces, tiers
 
 
-def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace, accumulates: bool) -> int:
+def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace) -> int:
     """Walk through the step, moving one number up and down."""
     stays = resident.model_bytes + resident.batch_bytes
-    live = stays + resident.shared_bytes + (resident.gradient_bytes if accumulates else 0)
+    live = stays + resident.shared_bytes + resident.earlier_gradient_bytes
     moments = []
     for block in traces:
         moments.append(live + block.forward_peak_bytes)
         live += block.saved_bytes
     moments.append(live + shell.before_blocks_peak_bytes)
-    left_by_head = 0 if accumulates else shell.gradient_bytes
-    live += left_by_head
+    live += shell.gradient_bytes
     for block in reversed(traces):
         moments.append(live + block.backward_peak_bytes)
-        live += (0 if accumulates else block.gradient_bytes) - block.saved_bytes
-    moments.append(live - left_by_head + shell.after_blocks_peak_bytes)
+        live += block.gradient_bytes - block.saved_bytes
+    moments.append(live - shell.gradient_bytes + shell.after_blocks_peak_bytes)
     moments.append(stays + resident.gradient_bytes)
     return max(moments)
 
@@ -57,24 +56,22 @@ def as_rows(tiers: list[str]) -> np.ndarray:
     return np.array([[TIERS.index(tier) for tier in tiers]], dtype=np.int64).reshape(1, len(tiers))
 
 
-@given(residents, models(), shells, st.booleans())
-def test_peak_is_the_highest_of_all_events(resident, model, shell, accumulates):
+@given(residents, models(), shells)
+def test_peak_is_the_highest_of_all_events(resident, model, shell):
     structures, traces, tiers = model
     table = BlockTable.of(structures, traces)
-    expected = simulate(resident, [traces[each] for each in zip(structures, tiers)], shell, accumulates)
-    assert peak_bytes(resident, table, as_rows(tiers), shell, accumulates=accumulates).tolist() == [expected]
+    expected = simulate(resident, [traces[each] for each in zip(structures, tiers)], shell)
+    assert peak_bytes(resident, table, as_rows(tiers), shell).tolist() == [expected]
 
 
 @given(models(), shells, st.integers(1, 9))
 def test_seconds_grow_with_micro_batches_and_the_optimizer_runs_once(model, shell, micro_batches):
     structures, traces, tiers = model
-    table, resident = BlockTable.of(structures, traces), Resident(0, 0, 0, 0, 0.5, 0.25)
+    table, resident = BlockTable.of(structures, traces), Resident(0, 0, 0, 0, 0, 0.5)
     one = step_seconds(resident, table, as_rows(tiers), shell, micro_batches=1) - 0.5
     many = step_seconds(resident, table, as_rows(tiers), shell, micro_batches=micro_batches) - 0.5
-    by_hand = (
-        0.25
-        + shell.seconds
-        + sum(traces[each].forward_seconds + traces[each].backward_seconds for each in zip(structures, tiers))
+    by_hand = shell.seconds + sum(
+        traces[each].forward_seconds + traces[each].backward_seconds for each in zip(structures, tiers)
     )
     assert one[0] == pytest.approx(by_hand)
     assert many[0] == pytest.approx(one[0] * micro_batches)

@@ -28,15 +28,14 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class Resident:
     """Bytes that stay: parameters and states, token ids of the window, what blocks share; the gradients of all
-    parameters; seconds of the optimizer, and of adding one micro batch's gradients to those of others (0 in a step of
-    one)."""
+    parameters, and those that earlier micro batches left (0 in a step of one micro batch); seconds of the optimizer."""
 
     model_bytes: int
     batch_bytes: int
     shared_bytes: int
     gradient_bytes: int
+    earlier_gradient_bytes: int
     optimizer_seconds: float
-    accumulation_seconds: float
 
 
 @dataclass(frozen=True)
@@ -66,24 +65,22 @@ class BlockTable:
         )
 
 
-def peak_bytes(
-    resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace, *, accumulates: bool
-) -> Integers:
+def peak_bytes(resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace) -> Integers:
     """The highest of all events, for many assignments at once. See NOTE [ Events of a step ].
 
     tiers (assignments, blocks): indices into TIERS. Returns (assignments,).
     """
     blocks = np.arange(tiers.shape[1])
-    saved, own = table.saved[tiers, blocks], table.gradient[tiers, blocks] * (not accumulates)
+    saved, own = table.saved[tiers, blocks], table.gradient[tiers, blocks]
     before = saved.cumsum(1) - saved
-    later = own[:, ::-1].cumsum(1)[:, ::-1] - own + (0 if accumulates else shell.gradient_bytes)
+    later = own[:, ::-1].cumsum(1)[:, ::-1] - own + shell.gradient_bytes
     forward = before + table.forward_peak[tiers, blocks]
     backward = before + saved + later + table.backward_peak[tiers, blocks]
     loss = saved.sum(1) + shell.before_blocks_peak_bytes
     embedding = own.sum(1) + shell.after_blocks_peak_bytes
     moments = np.concatenate([forward, backward, loss[:, None], embedding[:, None]], axis=1)
     stays = resident.model_bytes + resident.batch_bytes
-    floor = stays + resident.shared_bytes + (resident.gradient_bytes if accumulates else 0)
+    floor = stays + resident.shared_bytes + resident.earlier_gradient_bytes
     return np.asarray(np.maximum(floor + moments.max(1), stays + resident.gradient_bytes))
 
 
@@ -91,5 +88,5 @@ def step_seconds(
     resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace, *, micro_batches: float
 ) -> Floats:
     """Seconds of the whole step, (assignments,); micro_batches may be fractional when the last one is short."""
-    one = table.seconds[tiers, np.arange(tiers.shape[1])].sum(1) + shell.seconds + resident.accumulation_seconds
+    one = table.seconds[tiers, np.arange(tiers.shape[1])].sum(1) + shell.seconds
     return np.asarray(micro_batches * one + resident.optimizer_seconds)

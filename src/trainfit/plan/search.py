@@ -52,7 +52,8 @@ def candidates(tracer: Tracer, target: Target, micro_batch_size: int, precision:
     facts, sequences = tracer.facts, target.sequences_per_step
     accumulation_steps = -(-sequences // micro_batch_size)
     chunks = chunk_counts(facts, micro_batch_size * target.seq_len)
-    trace = tracer.trace(micro_batch_size, precision, chunks)
+    accumulates = accumulation_steps > 1
+    trace = tracer.trace(micro_batch_size, precision, chunks, accumulates=accumulates)
     table = BlockTable.of(facts.structures, trace.blocks)
     tiers = tier_splits(len(facts.structures))
     resident = Resident(
@@ -60,12 +61,12 @@ def candidates(tracer: Tracer, target: Target, micro_batch_size: int, precision:
         batch_bytes=sequences * target.seq_len * _ID_BYTES,
         shared_bytes=trace.shared_bytes,
         gradient_bytes=facts.gradient_bytes,
+        earlier_gradient_bytes=facts.gradient_bytes if accumulates else 0,
         optimizer_seconds=facts.optimizer_seconds,
-        accumulation_seconds=facts.accumulation_seconds if accumulation_steps > 1 else 0.0,
     )
     for loss_chunks in chunks:
         shell = trace.shell[loss_chunks]
-        peaks = peak_bytes(resident, table, tiers, shell, accumulates=accumulation_steps > 1)
+        peaks = peak_bytes(resident, table, tiers, shell)
         seconds = step_seconds(resident, table, tiers, shell, micro_batches=sequences / micro_batch_size)
         for row in unbeaten(peaks, seconds):
             names = tuple(TIERS[tier] for tier in tiers[row])

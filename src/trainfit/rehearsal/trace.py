@@ -45,7 +45,6 @@ class ModelFacts:
     optimizer_bytes: int
     gradient_bytes: int
     optimizer_seconds: float
-    accumulation_seconds: float
     dim: int
     vocab_size: int
     can_chunk: bool
@@ -62,9 +61,14 @@ class Tracer:
             self._build = prepare(workload, accelerator("cpu"))
             self.facts = self._facts()
 
-    def trace(self, micro_batch_size: int, precision: Precision, chunks: Iterable[int]) -> ModelTrace:
-        """Every tier of every structure, and the shell with the loss in each number of chunks."""
-        with self._mode, torch.device("cpu"), model_errors():
+    def trace(
+        self, micro_batch_size: int, precision: Precision, chunks: Iterable[int], *, accumulates: bool
+    ) -> ModelTrace:
+        """Every tier of every structure, and the shell with the loss in each number of chunks.
+
+        accumulates: parameters hold the gradients of earlier micro batches already.
+        """
+        with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
             blocks = {
                 (structure, tier): self._trace_block(block, tier, precision, inputs)
@@ -92,13 +96,31 @@ class Tracer:
             # Clipping reads the gradients twice and writes them; AdamW reads parameters, gradients and both moments,
             # and writes all but the gradients.
             optimizer_seconds=10 * gradients / self._cost.bytes_per_second,
-            # A further micro batch adds to each gradient: two reads, a write, and one operator for each parameter.
-            accumulation_seconds=3 * gradients / self._cost.bytes_per_second
-            + self._cost.launch_seconds * len(optimizer.state),
             dim=1 if hidden is None else hidden.shape[-1],
             vocab_size=self.workload.vocab_size,
             can_chunk=not isinstance(build.split, str),
         )
+
+    @contextmanager
+    def _earlier_gradients(self, accumulates: bool) -> Iterator[None]:
+        self._gradients = {p: torch.empty_like(p) for p in self._build.model.parameters() if p.requires_grad}
+        if not accumulates:
+            self._gradients.clear()
+        self._reset_gradients()
+        try:
+            yield
+        finally:
+            self._gradients.clear()
+            self._reset_gradients()
+
+    def _reset_gradients(self) -> None:
+        """Gradients as they stand when the micro batch begins."""
+        for parameter in self._build.model.parameters():
+            parameter.grad = self._gradients.get(parameter)
+
+    def _left_by(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Bytes of gradients that were not there when the micro batch began."""
+        return sum(p.grad.nbytes for p in parameters if p.grad is not None and p not in self._gradients)
 
     @contextmanager
     def _autocast(self, precision: Precision) -> Iterator[None]:
@@ -108,6 +130,7 @@ class Tracer:
     def _tracker(self) -> StorageTracker:
         tracker = new_tracker(self.hardware)
         tracker.register([*self._build.model.parameters(), *self._build.model.buffers()], "parameters")
+        tracker.register(self._gradients.values(), "gradients")
         return tracker
 
     def _block_inputs(self, micro_batch_size: int, precision: Precision) -> dict[int, tuple[nn.Module, Any]]:
@@ -148,8 +171,7 @@ class Tracer:
             return self._trace_call(lambda: block(*args, **kwargs), _tensors((args, kwargs)), precision)
         finally:
             block.__dict__.pop("forward", None)
-            for parameter in block.parameters():
-                parameter.grad = None
+            self._reset_gradients()
 
     def _trace_call(self, call: Any, inputs: list[Tensor], precision: Precision) -> BlockTrace:
         tracker = self._tracker()
@@ -169,7 +191,7 @@ class Tracer:
             tracker.phase = "backward"
             end.backward()
             backward_peak = tracker.peak_bytes(start=before_backward)
-        gradients = sum(leaf.grad.nbytes for leaf in self._build.model.parameters() if leaf.grad is not None)
+        gradients = self._left_by(self._build.model.parameters())
         return BlockTrace(
             saved_bytes=after_forward - start,
             forward_peak_bytes=forward_peak - start,
@@ -204,8 +226,8 @@ class Tracer:
         inside = {id(p) for block in build.blocks for p in block.parameters()}
         embedding = build.anatomy.embedding and build.model.get_submodule(build.anatomy.embedding)
         inside |= {id(p) for p in embedding.parameters()} if isinstance(embedding, nn.Module) else set()
-        gradients = sum(p.grad.nbytes for p in build.model.parameters() if p.grad is not None and id(p) not in inside)
-        build.model.zero_grad(set_to_none=True)
+        gradients = self._left_by(p for p in build.model.parameters() if id(p) not in inside)
+        self._reset_gradients()
         before = before or tracker.peak_bytes()
         return ShellTrace(before - start, gradients, max(0, after - start), sum(tracker.seconds.values()))
 

@@ -1,10 +1,16 @@
 """Loss without all logits: head and cross entropy run over pieces of the tokens, gradients included.
 
 NOTE [ Gradients in forward ]
-A piece's logits are dead once its gradients are known, so forward computes them at once, for the unscaled sum (in low
-precision a scale of 1 / tokens would underflow), and backward only multiplies by the scale. Live at any time are one
-piece of logits, the gradient of the hidden states and one of each head parameter.
+A piece's logits are dead once its gradients are known, so forward computes them at once, and backward only multiplies
+by the gradient of the loss. Live at any time are one piece of logits, the gradient of the hidden states and one of each
+head parameter. The scale meets products in fp32: put on logits in low precision, 1 / tokens would underflow.
 Source for the idea: arXiv:2411.09009.
+
+NOTE [ Straight into .grad ]
+Where earlier micro batches left a gradient of the head, forward adds to it: a buffer of its own would take another
+vocab * dim, and be filled with zeros, scaled and added once for each micro batch. That is right only for a loss whose
+backward() is called, once and as it is, which TrainStep does; so it is off unless asked for. A parameter with hooks
+keeps its buffer, since they are to see this micro batch's gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ from trainfit.techniques.base import Build, Observer, Stage
 from trainfit.workload import HeadSplit
 from trainfit.workload.batch import IGNORED_LABEL, MicroBatch
 
-PieceFunction = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None]], Tensor]
+# (hidden, labels, where to put the gradient of hidden, where to add the gradients of parameters) -> summed loss
+PieceFunction = Callable[[Tensor, Tensor, Tensor | None, Sequence[Tensor | None]], Tensor]
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -77,23 +84,28 @@ class ChunkedLoss:
             observe("forward")
             hidden = mark_backward(split.hidden(batch.inputs), observe)
             observe("loss")
-            return chunked_loss(split, hidden, batch.labels, setting, scale)
+            return chunked_loss(split, hidden, batch.labels, setting, scale, into_grad=True)
 
         build.compute_loss = compute_loss
 
 
-def chunked_loss(split: HeadSplit, hidden: Tensor, labels: Tensor, num_chunks: int, scale: float) -> Tensor:
+def chunked_loss(
+    split: HeadSplit, hidden: Tensor, labels: Tensor, num_chunks: int, scale: float, *, into_grad: bool = False
+) -> Tensor:
     """scale * summed token loss.
 
-    hidden (batch, sequence, dim), labels (batch, sequence). Extra peak with a plain linear head: one piece of fp32
-    logits (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden and of the head.
+    hidden (batch, sequence, dim), labels (batch, sequence). into_grad: see NOTE [ Straight into .grad ]. Extra peak with
+    a plain linear head: one piece of fp32 logits (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden and,
+    where they are not there yet, of the head.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     num_chunks = min(num_chunks, labels.numel())
     # Without grad mode nobody will ask for gradients, but parameters would still say that they want them.
     parameters = split.parameters() if torch.is_grad_enabled() else []
-    piece = _linear_piece(split.linear, hidden) if split.linear is not None else _general_piece(split)
-    loss: Tensor = _ChunkedLoss.apply(hidden, labels, num_chunks, scale, piece, *parameters)  # type: ignore[no-untyped-call]
+    piece = _linear_piece(split.linear, hidden, scale) if split.linear is not None else _general_piece(split, scale)
+    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, labels, num_chunks, scale, piece, into_grad, *parameters
+    )
     return loss
 
 
@@ -108,18 +120,23 @@ class _ChunkedLoss(torch.autograd.Function):
         num_chunks: int,
         scale: float,
         piece: PieceFunction,
+        into_grad: bool,
         *parameters: Tensor,
     ) -> Tensor:
         wants = ctx.needs_input_grad
         hidden_gradient = torch.empty_like(hidden) if wants[0] else None
-        gradients = [
-            torch.zeros_like(parameter) if wanted else None for parameter, wanted in zip(parameters, wants[5:])
-        ]
+        own: list[Tensor | None] = [None] * len(parameters)
+        gradients: list[Tensor | None] = [None] * len(parameters)
+        for index, (parameter, wanted) in enumerate(zip(parameters, wants[6:])):
+            if wanted and into_grad and _may_add_to_grad(parameter):
+                gradients[index] = parameter.grad
+            elif wanted:
+                gradients[index] = own[index] = torch.zeros_like(parameter)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         pieces = zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), _chunks(hidden_gradient, num_chunks))
         for hidden_piece, label_piece, gradient_piece in pieces:
             loss += piece(hidden_piece, label_piece, gradient_piece, gradients)
-        ctx.gradients, ctx.scale = (hidden_gradient, *gradients), scale
+        ctx.gradients = (hidden_gradient, *own)
         return loss * scale
 
     @staticmethod
@@ -127,16 +144,25 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RecomputeError("the loss in chunks can be differentiated once; use loss_chunks=1 for more")
-        factor = outer[0] * ctx.scale
-        scaled = [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
-        return scaled[0], None, None, None, None, *scaled[1:]
+        scaled = [None if gradient is None else gradient.mul_(outer[0]) for gradient in gradients]
+        return scaled[0], None, None, None, None, None, *scaled[1:]
+
+
+def _may_add_to_grad(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    return (
+        gradient is not None
+        and gradient.layout == torch.strided
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+    )
 
 
 def _chunks(tensor: Tensor | None, num_chunks: int) -> Sequence[Any]:
     return [None] * num_chunks if tensor is None else tensor.chunk(num_chunks)
 
 
-def _linear_piece(head: nn.Linear, hidden: Tensor) -> PieceFunction:
+def _linear_piece(head: nn.Linear, hidden: Tensor, scale: float) -> PieceFunction:
     """A head that is one nn.Linear: softmax, loss and gradients in place, in the memory of the logits."""
     device_type = hidden.device.type
     autocast = torch.is_autocast_enabled(device_type)
@@ -165,8 +191,8 @@ def _linear_piece(head: nn.Linear, hidden: Tensor) -> PieceFunction:
             row_scale = torch.where(valid.unsqueeze(1), 1.0 / total, 0.0)
             logits_gradient = exponentials.to(dtype)
             if hidden_gradient is not None:
-                _row_scaled_mm(logits_gradient, weight, row_scale, hidden_gradient)
-            _accumulate(gradients, logits_gradient, hidden, row_scale)
+                _row_scaled_mm(logits_gradient, weight, row_scale * scale, hidden_gradient)
+            _accumulate(gradients, logits_gradient, hidden, row_scale, scale)
         return loss
 
     return piece
@@ -179,19 +205,21 @@ def _row_scaled_mm(logits_gradient: Tensor, weight: Tensor, row_scale: Tensor, o
         out.copy_(logits_gradient @ weight).mul_(row_scale)
 
 
-def _accumulate(gradients: Sequence[Tensor | None], logits_gradient: Tensor, hidden: Tensor, row_scale: Tensor) -> None:
+def _accumulate(
+    gradients: Sequence[Tensor | None], logits_gradient: Tensor, hidden: Tensor, row_scale: Tensor, scale: float
+) -> None:
     weight_gradient, *rest = gradients
     if weight_gradient is not None:
         scaled = (hidden * row_scale).to(hidden.dtype)
         if weight_gradient.dtype == hidden.dtype:
-            weight_gradient.addmm_(logits_gradient.t(), scaled)
+            weight_gradient.addmm_(logits_gradient.t(), scaled, alpha=scale)
         else:
-            weight_gradient += logits_gradient.t() @ scaled
+            weight_gradient.add_(logits_gradient.t() @ scaled, alpha=scale)
     if rest and rest[0] is not None:
-        rest[0].add_((row_scale.to(logits_gradient.dtype).t() @ logits_gradient).squeeze(0))
+        rest[0].add_((row_scale.to(logits_gradient.dtype).t() @ logits_gradient).squeeze(0), alpha=scale)
 
 
-def _general_piece(split: HeadSplit) -> PieceFunction:
+def _general_piece(split: HeadSplit, scale: float) -> PieceFunction:
     """A head that caps, scales or biases its logits: the model's own code, differentiated piece by piece."""
     parameters = split.parameters()
 
@@ -208,9 +236,9 @@ def _general_piece(split: HeadSplit) -> PieceFunction:
             sources = [leaf, *wanted] if hidden_gradient is not None else wanted
             found = list(torch.autograd.grad(loss, sources))
         if hidden_gradient is not None:
-            hidden_gradient.copy_(found.pop(0))
+            torch.mul(found.pop(0), scale, out=hidden_gradient)
         for gradient, part in zip((gradient for gradient in gradients if gradient is not None), found):
-            gradient += part
+            gradient.add_(part, alpha=scale)
         return loss.detach()
 
     return piece
