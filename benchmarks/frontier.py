@@ -21,23 +21,24 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from reference_model import ReferenceConfig, ReferenceModel
-from trainfit.hardware import accelerator
-from trainfit.step import Strategy, build_step, parse_tiers
+from trainfit.hardware import accelerator, this_machine
+from trainfit.plan import Target, choose
+from trainfit.rehearsal import rehearse
+from trainfit.step import Strategy, build_step, format_tiers, parse_tiers
 from trainfit.workload import MicroBatch, workload_from_module
 
 CONFIG = ReferenceConfig()
 MAX_OVERHEAD = 0.02
-# (activation, loss chunks, micro batch, most x plain, most MB). The bounds are what a prototype reached on the
-# reference model. The plans are of the kinds that the search tries (micro batches, up to three runs of tiers), picked
-# by hand below each bound's memory; all do the same step of 8 sequences. Full recompute of the whole batch peaks at
-# 89.3 MB, as the prototype's own does, and is shown without a bound.
-PLANS: tuple[tuple[str, int, int, float | None, float | None], ...] = (
-    ("keep", 16, 8, 1.00, 378),
-    ("7*pointwise,1*keep", 16, 8, 1.04, 253),
-    ("1*full,3*attention,4*pointwise", 16, 8, 1.14, 156),
-    ("4*full,2*attention,2*pointwise", 8, 8, 1.15, 108),
-    ("attention", 8, 4, 1.19, 89),
-    ("full", 8, 8, None, None),
+# (most x plain, most MB): what a prototype reached on the reference model with tiers and a chunked loss. For each the
+# planner is given that memory and picks the plan; all plans do the same step of 8 sequences.
+BOUNDS: tuple[tuple[float, float], ...] = ((1.00, 378), (1.04, 253), (1.14, 156), (1.15, 108), (1.19, 89))
+# (activation, loss chunks), the whole batch at once: what tiers do where no smaller micro batch helps. Not bounded.
+TIERS_ALONE: tuple[tuple[str, int], ...] = (
+    ("keep", 16),
+    ("7*pointwise,1*keep", 16),
+    ("1*full,3*attention,4*pointwise", 16),
+    ("4*full,2*attention,2*pointwise", 8),
+    ("full", 8),
 )
 
 
@@ -111,25 +112,30 @@ def plain_step(*, checkpoint: bool = False, fused: bool = False) -> Callable[[],
     return step
 
 
-def trainfit_step(activation: str, loss_chunks: int, micro_batch_size: int = CONFIG.batch_size) -> Callable[[], object]:
-    accumulation_steps = CONFIG.batch_size // micro_batch_size
-    tiers = parse_tiers(activation, CONFIG.num_blocks)
-    strategy = Strategy(micro_batch_size, accumulation_steps, tiers=tiers, loss_chunks=loss_chunks)
+def trainfit_step(strategy: Strategy) -> Callable[[], object]:
     step = build_step(WORKLOAD, strategy, accelerator("cpu"), max_grad_norm=None, model=new_model())
-    window = list(MicroBatch.of(*tokens()).split(micro_batch_size))
+    window = list(MicroBatch.of(*tokens()).split(strategy.micro_batch_size))
     return lambda: step(window)
 
 
+def whole_batch(activation: str, loss_chunks: int) -> Strategy:
+    return Strategy(CONFIG.batch_size, tiers=parse_tiers(activation, CONFIG.num_blocks), loss_chunks=loss_chunks)
+
+
+def name_of(strategy: Strategy) -> str:
+    size = f"{strategy.micro_batch_size} x {strategy.accumulation_steps}"
+    return f"{size}, {format_tiers(strategy.tiers)}, loss in {strategy.loss_chunks}"
+
+
+def planned(megabytes: float) -> Strategy:
+    """The planner's choice for so much memory above what is live between steps."""
+    budget = rehearse(WORKLOAD, whole_batch("keep", 1), THIS_MACHINE, max_grad_norm=None).resident_bytes
+    target = Target(budget + int(megabytes * 1e6), CONFIG.batch_size * CONFIG.seq_len, CONFIG.seq_len)
+    return choose(WORKLOAD, THIS_MACHINE, target, max_grad_norm=None).strategy
+
+
 WORKLOAD = workload_from_module(new_model, seq_len=CONFIG.seq_len, vocab_size=CONFIG.vocab_size)
-
-
-def plan_name(activation: str, loss_chunks: int, micro_batch_size: int) -> str:
-    times = (
-        ""
-        if micro_batch_size == CONFIG.batch_size
-        else f", {micro_batch_size} x {CONFIG.batch_size // micro_batch_size}"
-    )
-    return f"{activation}, loss in {loss_chunks}{times}"
+THIS_MACHINE = this_machine("cpu")
 
 
 def main(rounds: int) -> int:
@@ -139,11 +145,14 @@ def main(rounds: int) -> int:
         Variant("plain loop", plain_step()),
         Variant("plain loop, every block checkpointed", plain_step(checkpoint=True)),
         Variant("plain loop, fused AdamW", plain_step(fused=True)),
-        Variant("TrainStep, no technique", trainfit_step("keep", 1)),
+        Variant("TrainStep, no technique", trainfit_step(whole_batch("keep", 1))),
     ]
+    for ratio, megabytes in BOUNDS:
+        strategy = planned(megabytes)
+        variants.append(Variant(f"plan: {name_of(strategy)}", trainfit_step(strategy), ratio, megabytes))
     variants += [
-        Variant(plan_name(activation, chunks, size), trainfit_step(activation, chunks, size), ratio, megabytes)
-        for activation, chunks, size, ratio, megabytes in PLANS
+        Variant(f"tiers alone: {name_of(strategy)}", trainfit_step(strategy))
+        for strategy in (whole_batch(*each) for each in TIERS_ALONE)
     ]
     for variant in variants:
         variant.step()
