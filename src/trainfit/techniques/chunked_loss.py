@@ -94,9 +94,9 @@ def chunked_loss(
 ) -> Tensor:
     """scale * summed token loss.
 
-    hidden (batch, sequence, dim), labels (batch, sequence). into_grad: see NOTE [ Straight into .grad ]. Extra peak with
-    a plain linear head: one piece of fp32 logits (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden and,
-    where they are not there yet, of the head.
+    hidden (batch, sequence, dim), labels (batch, sequence). into_grad: see NOTE [ Straight into .grad ]. Extra peak
+    with a plain linear head: one piece of fp32 logits (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden
+    and, where they are not there yet, of the head.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     num_chunks = min(num_chunks, labels.numel())
