@@ -10,10 +10,68 @@ Phase = Literal["forward", "loss", "backward", "optimizer", "save"]
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "communication", "loss"]
 Tier = Literal["keep", "pointwise", "attention", "full"]
 Precision = Literal["fp32", "bf16", "fp16"]
+MeshDim = Literal["pipeline", "replicate", "shard", "tensor"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 TIERS: tuple[Tier, ...] = get_args(Tier)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+MESH_DIMS: tuple[MeshDim, ...] = get_args(MeshDim)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the processes of a run are arranged, one device each; the last dimension's ranks are neighbours.
+
+    pipeline: stages of consecutive blocks. replicate: copies of the model. shard: ranks that share one copy's states
+    (ZeRO). tensor: ranks that split each matrix.
+    """
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.pipeline, self.replicate, self.shard, self.tensor
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return self.pipeline * self.replicate * self.shard * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Ranks that each see other sequences."""
+        return self.replicate * self.shard
+
+
+GradientSyncTime = Literal["step", "micro_batch"]
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What the ranks of a mesh's shard dimension share, and when they talk.
+
+    stage: 0 nothing; 1 optimizer states, with gradients reduced once a step; 2 gradients too, reduced after each micro
+        batch; 3 parameters too, gathered for each block and dropped after it.
+    gradient_sync: when gradients are reduced, where it is not the stage's own time: "step" keeps whole gradients until
+        the last micro batch and reduces once.
+    reshard_size: ranks over which stage 3 keeps parameters split between forward and backward; 0 takes all. A node's
+        devices, for one, gather again within the node at the price of their share of memory.
+    prefetch: blocks whose parameters are gathered ahead.
+    reduce_dtype: of gradients on their way.
+    """
+
+    stage: int = 0
+    gradient_sync: GradientSyncTime | None = None
+    reshard_size: int = 0
+    prefetch: int = 1
+    reduce_dtype: Precision = "fp32"
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        return (self.gradient_sync or ("micro_batch" if self.stage >= 2 else "step")) == "micro_batch"
 
 
 @dataclass(frozen=True)

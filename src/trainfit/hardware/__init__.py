@@ -1,7 +1,7 @@
 """Which machine: device facts in numbers, and one facade over cpu, cuda and npu at run time.
 
 Importing this package does not import torch, so that help and the device list stay fast: names that need torch
-(Accelerator, accelerator, this_machine) are looked up on first use by __getattr__ below.
+(Accelerator, Ranks, accelerator, this_machine) are looked up on first use by __getattr__ below.
 """
 
 from __future__ import annotations
@@ -14,22 +14,33 @@ from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind
 
 if TYPE_CHECKING:
     from trainfit.hardware.local import this_machine
-    from trainfit.hardware.runtime import Accelerator, accelerator
+    from trainfit.hardware.ranks import Ranks, ranks_of
+    from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
 
 __all__ = [
+    "DTYPES",
     "Accelerator",
     "DeviceSpec",
     "Figure",
     "Hardware",
     "Kind",
+    "Ranks",
     "accelerator",
     "catalogue",
     "find_device",
+    "ranks_of",
     "this_machine",
 ]
 
 # No submodule has the name of one of these: importing it would put the module where the function should be.
-_NEED_TORCH = {"Accelerator": "runtime", "accelerator": "runtime", "this_machine": "local"}
+_NEED_TORCH = {
+    "Accelerator": "runtime",
+    "DTYPES": "runtime",
+    "Ranks": "ranks",
+    "accelerator": "runtime",
+    "ranks_of": "ranks",
+    "this_machine": "local",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trainfit.hardware import Accelerator
+from trainfit.hardware import Accelerator, Ranks, ranks_of
 from trainfit.step.strategy import Strategy
 from trainfit.step.train_step import TrainStep
 from trainfit.techniques import TECHNIQUES, Build
@@ -21,9 +21,15 @@ def build_step(
     *,
     max_grad_norm: float | None = 1.0,
     model: nn.Module | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainStep:
-    """Make the model on the accelerator (or take the one given) and apply every technique that the strategy sets."""
+    """Make the model on the accelerator (or take the one given) and apply every technique that the strategy sets.
+
+    ranks: the processes of the strategy's mesh; by default those of the process group that is up. All of them call
+    this, with the same weights: a model that is made here is the same where torch.manual_seed was.
+    """
     build = prepare(workload, accelerator, model)
+    build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
     for technique in TECHNIQUES:
         if (setting := getattr(strategy, technique.setting)) is not None:
             technique.apply(build, setting)

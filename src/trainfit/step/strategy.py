@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from trainfit.errors import RecipeError
-from trainfit.profile import PRECISIONS, TIERS, Precision, Tier
+from trainfit.profile import MESH_DIMS, PRECISIONS, TIERS, Mesh, Precision, Tier, Zero
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Strategy:
     tiers: activation tier of each block, first to last.
     loss_chunks: pieces in which head and loss are computed; 1 materialises all logits.
     optimizer: "adamw".
+    mesh: how the processes are arranged; micro_batch_size and accumulation_steps are those of each data-parallel rank.
+    zero: what ranks share and when.
     """
 
     micro_batch_size: int
@@ -32,6 +34,8 @@ class Strategy:
     tiers: tuple[Tier, ...] = ()
     loss_chunks: int = 1
     optimizer: str = "adamw"
+    mesh: Mesh = Mesh()
+    zero: Zero = Zero()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -44,6 +48,15 @@ class Strategy:
             raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
         if unknown := sorted(set(self.tiers) - set(TIERS)):
             raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
+        for dim, size in zip(MESH_DIMS, self.mesh.shape):
+            if type(size) is not int or size < 1:
+                raise RecipeError(f"mesh.{dim} is {size!r}; it must be a whole number, at least 1")
+        _check_zero(self.zero, self.mesh)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Of one optimizer step, over all ranks."""
+        return self.micro_batch_size * self.accumulation_steps * self.mesh.data
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,7 +69,11 @@ class Strategy:
             raise RecipeError(f"unknown strategy key {unknown[0]!r}; known keys are {', '.join(sorted(known))}")
         if "micro_batch_size" not in data:
             raise RecipeError("a strategy has no micro_batch_size; give one, at least 1")
-        return cls(**{**data, "tiers": tuple(data.get("tiers", ()))})
+        try:
+            mesh, zero = Mesh(**data.get("mesh", {})), Zero(**data.get("zero", {}))
+        except TypeError as error:
+            raise RecipeError(f"the strategy's mesh or zero has an unknown key: {error}") from None
+        return cls(**{**data, "tiers": tuple(data.get("tiers", ())), "mesh": mesh, "zero": zero})
 
     @property
     def hash(self) -> str:
@@ -64,12 +81,40 @@ class Strategy:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
+def _check_zero(zero: Zero, mesh: Mesh) -> None:
+    if zero.stage not in (0, 1, 2, 3):
+        raise RecipeError(f"zero.stage is {zero.stage!r}; it is 0, 1, 2 or 3")
+    if zero.stage == 0 and mesh.shard > 1:
+        raise RecipeError(
+            f"zero.stage 0 shards nothing over mesh.shard {mesh.shard}; set mesh.replicate, or stage 1 to 3"
+        )
+    if zero.gradient_sync not in (None, "step", "micro_batch"):
+        raise RecipeError(f"zero.gradient_sync is {zero.gradient_sync!r}; it is step or micro_batch")
+    if type(zero.prefetch) is not int or not 1 <= zero.prefetch <= 16:
+        raise RecipeError(f"zero.prefetch is {zero.prefetch!r}; give a number of blocks from 1 to 16")
+    if zero.reduce_dtype not in PRECISIONS:
+        raise RecipeError(f"unknown zero.reduce_dtype {zero.reduce_dtype!r}; one of {', '.join(PRECISIONS)}")
+    size = zero.reshard_size
+    if size and (zero.stage != 3 or not 1 < size < mesh.shard or mesh.shard % size):
+        raise RecipeError(
+            f"zero.reshard_size is {size} at stage {zero.stage} over mesh.shard {mesh.shard}; it is for stage 3, and "
+            "divides mesh.shard without being 1 or all of it"
+        )
+
+
 def describe_strategy(strategy: Strategy) -> str:
     """One line that a person can read: "micro batch 4 x 2, 6*full,2*keep, loss in 8 chunks, bf16"."""
     chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
     tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
     size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
-    return f"{size}, {tiers}, {chunks}, {strategy.precision}"
+    return ", ".join([size, tiers, chunks, strategy.precision, *_describe_mesh(strategy)])
+
+
+def _describe_mesh(strategy: Strategy) -> list[str]:
+    mesh = [f"{dim} {size}" for dim, size in zip(MESH_DIMS, strategy.mesh.shape) if size > 1]
+    if not mesh:
+        return []
+    return [" x ".join(mesh), f"ZeRO {strategy.zero.stage}"]
 
 
 def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainfit.errors import DataError
+from trainfit.hardware import Ranks
 from trainfit.profile import Phase
+from trainfit.step.gradient_norm import clip_gradients
 from trainfit.step.strategy import Strategy
 from trainfit.techniques.base import Build, Observer
 from trainfit.techniques.chunked_loss import ignore_phase
@@ -52,7 +54,10 @@ class TrainStep:
         self.observer: Observer = ignore_phase
         self._device = build.accelerator.device
         self._autocast = build.autocast
-        self._compute_loss = build.compute_loss
+        self._compute_loss = build.root or build.compute_loss
+        self._run_window = build.run_window or self._one_after_another
+        self._sync = build.sync
+        self.ranks: Ranks = build.ranks
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -61,35 +66,58 @@ class TrainStep:
             loss, num_tokens = self.accumulate(micro_batches)
         except BaseException:
             # Half a window (out of memory, an interrupt) must not be added to the next one.
+            self._sync.abandon()
             self.optimizer.zero_grad(set_to_none=True)
             raise
         self._observe("optimizer")
         norm = None
         if self.max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self._parameters, self.max_grad_norm)
+            norm = clip_gradients(self._parameters, self.max_grad_norm, self.ranks)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss, num_tokens, norm)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, int]:
-        """Gradients of the window's mean token loss, added to what parameters hold. Returns loss and valid tokens."""
-        num_tokens = sum(batch.num_tokens for batch in micro_batches)
+        """Gradients of the window's mean token loss, added to what parameters hold. Returns loss and valid tokens.
+
+        The window is that of all ranks; each gives its own micro batches, as many as the others.
+        """
+        num_tokens = self._count_tokens(micro_batches)
+        total = self._run_window(micro_batches, 1.0 / num_tokens, self.observer)
+        self._sync.finish()
+        return self.ranks.sum(total, "replicate", "shard"), num_tokens
+
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
+        counts = self.ranks.everyones([sum(batch.num_tokens for batch in micro_batches), len(micro_batches)])
+        lengths = [length for _, length in counts]
+        if len(set(lengths)) > 1:
+            other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+            raise DataError(
+                f"data-parallel rank 0 has {lengths[0]} micro batches in this step, rank {other} has {lengths[other]}; "
+                "give every rank as many, if need be some without a valid label"
+            )
+        num_tokens = sum(tokens for tokens, _ in counts)
         if num_tokens == 0:
             raise DataError(f"none of the {len(micro_batches)} micro batches has a valid label; check the data's masks")
-        total = torch.zeros((), dtype=torch.float32, device=self._device)
-        for batch in micro_batches:
-            total += self._backward(batch.to(self._device), 1.0 / num_tokens)
-        return total, num_tokens
+        return num_tokens
 
-    def _backward(self, batch: MicroBatch, scale: float) -> Tensor:
-        with self._autocast():
-            loss = self._compute_loss(batch, scale, self.observer)
-        loss.backward()
-        return loss.detach()
+    def _one_after_another(self, micro_batches: Sequence[MicroBatch], scale: float, observer: Observer) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        for index, batch in enumerate(micro_batches):
+            self._sync.before_micro_batch(is_last=index == len(micro_batches) - 1)
+            with self._autocast():
+                loss = self._compute_loss(batch.to(self._device), scale, observer)
+            loss.backward()
+            total += loss.detach()
+            del loss
+        return total
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, int]:
-        """Summed loss and valid tokens of a batch. Keeps no graph; dropout is off."""
+        """Summed loss and valid tokens of a batch, this rank's own. Keeps no graph; dropout is off.
+
+        With a mesh all ranks call it as often, since parameters are gathered for it.
+        """
         # Module by module: a part that a user keeps in eval mode must not come back in training mode.
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()

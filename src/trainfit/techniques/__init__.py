@@ -5,7 +5,14 @@ from trainfit.techniques.adamw import AdamWOptimizer
 from trainfit.techniques.base import Build, Observer, Stage, Technique
 from trainfit.techniques.chunked_loss import ChunkedLoss
 from trainfit.techniques.precision import MixedPrecision
+from trainfit.techniques.zero import ZeroStages
 
-TECHNIQUES: tuple[Technique, ...] = (ActivationTiers(), AdamWOptimizer(), ChunkedLoss(), MixedPrecision())
+TECHNIQUES: tuple[Technique, ...] = (
+    ActivationTiers(),
+    ZeroStages(),
+    AdamWOptimizer(),
+    ChunkedLoss(),
+    MixedPrecision(),
+)
 
 __all__ = ["TECHNIQUES", "Build", "Observer", "Stage", "Technique"]

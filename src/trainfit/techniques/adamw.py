@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from trainfit.techniques.base import Build, Stage
@@ -26,12 +27,17 @@ class AdamWOptimizer:
 def make_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], settings: AdamWSettings) -> AdamW:
     """Fused AdamW; matrices decay, vectors (norms, biases) do not. States exist from the start."""
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    groups: dict[Any, dict[str, Any]] = {}
+    for parameter in trainable:
+        decays = parameter.dim() >= 2
+        # One fused update takes tensors of one mesh, or plain ones.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        group = groups.setdefault(
+            (not decays, mesh), {"params": [], "weight_decay": settings.weight_decay if decays else 0.0}
+        )
+        group["params"].append(parameter)
     optimizer = AdamW(
-        [group for group in groups if group["params"]],
+        [groups[key] for key in sorted(groups, key=lambda key: key[0])],
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,

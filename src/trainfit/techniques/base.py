@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -11,13 +11,38 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainfit.hardware import Accelerator
+from trainfit.hardware import Accelerator, Ranks
 from trainfit.profile import Phase
 from trainfit.workload import Anatomy, HeadSplit, Workload
 from trainfit.workload.batch import MicroBatch
 
 Observer = Callable[[Phase], None]
 LossFunction = Callable[[MicroBatch, float, Observer], Tensor]
+# (micro batches, scale, observer) -> sum of their scaled losses, detached; gradients have been added to parameters
+WindowFunction = Callable[[Sequence[MicroBatch], float, Observer], Tensor]
+
+
+class GradientSync(Protocol):
+    """Makes the gradients of all data-parallel ranks one sum, in time with the micro batches."""
+
+    def before_micro_batch(self, *, is_last: bool) -> None:
+        """Called before each forward; is_last: of the window."""
+
+    def finish(self) -> None:
+        """Called after the last backward: gradients are those of the whole window when it returns."""
+
+    def abandon(self) -> None:
+        """Called when a window failed half-way: whatever is under way is dropped."""
+
+
+class NoSync:
+    """One process: gradients are whole as they are."""
+
+    def before_micro_batch(self, *, is_last: bool) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 class Stage(IntEnum):
@@ -35,7 +60,12 @@ class Build:
     """A step under construction. Techniques change the model in place and fill in the rest.
 
     split: how the model is cut before its head, or the reason why it cannot be.
+    ranks: the processes that run this step together; one, unless the strategy has a mesh.
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
+    root: the module whose call computes the same loss with what the model's ranks need around it; None where a call of
+        compute_loss is enough.
+    run_window: replaces the loop over micro batches; None runs compute_loss and backward on one after another.
+    sync: what is done about other ranks' gradients.
     autocast: entered around forward and loss of every micro batch.
     notes: sentences for the user about what was chosen instead of what was asked.
     """
@@ -46,6 +76,10 @@ class Build:
     anatomy: Anatomy
     split: HeadSplit | str
     compute_loss: LossFunction
+    ranks: Ranks = field(default_factory=Ranks)
+    root: nn.Module | None = None
+    run_window: WindowFunction | None = None
+    sync: GradientSync = field(default_factory=NoSync)
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     optimizer: Optimizer | None = None
     notes: list[str] = field(default_factory=list)

@@ -1,0 +1,145 @@
+"""Ranks: the processes of a run, one device each, and what they tell each other outside of training's collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainfit.errors import DeviceError
+from trainfit.hardware.runtime import Accelerator
+from trainfit.profile import MESH_DIMS, Mesh, MeshDim
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands among those of a run.
+
+    device_mesh: one dimension for each of MESH_DIMS, in that order, those of size 1 too; None for a single process.
+    Make it with `ranks_of` before FakeTensorMode is entered.
+    """
+
+    mesh: Mesh = Mesh()
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.device_mesh is None else dist.get_rank()
+
+    def index(self, dim: MeshDim) -> int:
+        """This rank's place along one dimension, from 0."""
+        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank(dim)
+
+    @property
+    def data_index(self) -> int:
+        """Which of mesh.data shares of each window this rank takes."""
+        return self.index("replicate") * self.mesh.shard + self.index("shard")
+
+    def group(self, dim: MeshDim) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along dim only; None where it is alone."""
+        if self.device_mesh is None or getattr(self.mesh, dim) == 1:
+            return None
+        return self.device_mesh.get_group(dim)
+
+    def sub_mesh(self, *dims: MeshDim) -> DeviceMesh:
+        """The device mesh of some dimensions, as fully_shard and parallelize_module take it."""
+        assert self.device_mesh is not None, "a single process has no mesh"
+        return self.device_mesh[dims if len(dims) > 1 else dims[0]]
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the other ranks exist: not in a rehearsal."""
+        return self.device_mesh is not None and dist.get_backend() != "fake"
+
+    def everyones(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each data-parallel rank has, by data_index; in a rehearsal what this one has, for each."""
+        if self.mesh.data == 1 or not self.is_real:
+            return [list(numbers)] * self.mesh.data
+        gathered: list[list[int]] = self.gather_along(torch.tensor(numbers), "replicate", "shard").tolist()
+        return gathered
+
+    def sum(self, values: Tensor, *dims: MeshDim) -> Tensor:
+        """values summed over the ranks along dims, in place; as they are in a single process."""
+        for dim in dims:
+            if (group := self.group(dim)) is not None:
+                dist.all_reduce(values, group=group)
+        return values
+
+    def gather_along(self, values: Tensor, *dims: MeshDim) -> Tensor:
+        """(ranks along dims in order, *values.shape): what each of them has."""
+        gathered = values.unsqueeze(0)
+        for dim in reversed(dims):
+            if (group := self.group(dim)) is not None:
+                parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, gathered.contiguous(), group=group)
+                gathered = torch.cat(parts)
+        return gathered
+
+    @cached_property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes what all would write alike."""
+        return self.rank == 0
+
+
+def launched_ranks() -> int:
+    """Processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_of(mesh: Mesh, device: Accelerator) -> Ranks:
+    """The ranks of a mesh over the process group that is up. Raises DeviceError when their numbers differ."""
+    if mesh.size == 1:
+        return Ranks()
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size != mesh.size:
+        raise DeviceError(
+            f"the mesh {' x '.join(f'{dim} {n}' for dim, n in zip(MESH_DIMS, mesh.shape) if n > 1)} has {mesh.size} "
+            f"ranks, {size} {'process is' if size == 1 else 'processes are'} running; start it with "
+            f"torchrun --nproc-per-node {mesh.size} or change the mesh"
+        )
+    return Ranks(mesh, init_device_mesh(device.device.type, mesh.shape, mesh_dim_names=MESH_DIMS))
+
+
+@contextmanager
+def process_group(device: Accelerator, *, timeout_seconds: float = 60.0) -> Iterator[None]:
+    """The process group of a torchrun launch, taken down in the end: gloo can abort at exit otherwise.
+
+    timeout_seconds: after which a collective that some rank never joins fails.
+    """
+    backend = device.distributed_backend
+    # With a gloo beside it, host tensors can be reduced too.
+    both = backend if backend == "gloo" else f"cpu:gloo,{device.device.type}:{backend}"
+    dist.init_process_group(both, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
+    """A process group in which only this rank exists: collectives return at once, so that a rank can be rehearsed."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise DeviceError("a rehearsal of several ranks needs a process without a process group; plan before it is up")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def broadcast_text(text: str) -> str:
+    """Rank 0's text on every rank."""
+    values = [text]
+    dist.broadcast_object_list(values)
+    return values[0]

@@ -1,0 +1,57 @@
+"""The norm of all gradients over all ranks, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from trainfit.hardware import Ranks
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, ranks: Ranks) -> Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most max_norm. Returns the norm before, ().
+
+    An inf or nan anywhere makes the norm of every rank one.
+    """
+    if ranks.mesh.size == 1:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = global_norm(gradients, ranks)
+    # As nn.utils.clip_grad_norm_ has it, on local shards: one foreach takes no tensors of several meshes.
+    torch._foreach_mul_([_local(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def global_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
+    """Every element counts once, on whichever rank it is; pipeline stages have different ones."""
+    # By how a gradient is split: [whole, over shard, over tensor, over both].
+    squares = torch.zeros(4, dtype=torch.float32, device=gradients[0].device)
+    locals_: list[list[Tensor]] = [[], [], [], []]
+    for gradient in gradients:
+        locals_[_how_split(gradient)].append(_local(gradient))
+    for index, group in enumerate(locals_):
+        if group:
+            squares[index] = torch.stack(torch._foreach_norm(group)).square().sum()
+    squares[1::2] = ranks.sum(squares[1::2].contiguous(), "shard")
+    squares[2:] = ranks.sum(squares[2:].contiguous(), "tensor")
+    return ranks.sum(squares.sum(), "pipeline").sqrt()
+
+
+def _how_split(gradient: Tensor) -> int:
+    if not isinstance(gradient, DTensor):
+        return 0
+    names = gradient.device_mesh.mesh_dim_names or ()
+    split = {name for name, placement in zip(names, gradient.placements) if _splits(placement)}
+    return ("shard" in split) + 2 * ("tensor" in split)
+
+
+def _splits(placement: object) -> bool:
+    # FSDP's shards of a tensor-parallel parameter are of a class of their own, beside Shard.
+    return isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
