@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainfit.profile import Precision
+from trainfit.rehearsal.host_scratch import scratch_bytes
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 # Where the query and is_causal stand among the arguments, and how many matmuls over the scores the kernel does.
@@ -57,7 +58,7 @@ def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """
     if func is _ADD_IN_PLACE and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
         return int(args[1].numel() * args[0].element_size())
-    return 0
+    return scratch_bytes(func, args)
 
 
 @dataclass(frozen=True)

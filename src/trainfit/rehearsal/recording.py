@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,18 +65,34 @@ def record_host(recorder: StepRecorder, recording: Recording) -> Iterator[None]:
 
     What was allocated before is not known, so build the model inside.
     """
+    with _memory_events() as changes:
+        yield
+    _fill(recording, recorder.marks, changes, recorder.end_ns)
+
+
+def allocations(run: Callable[[], object]) -> list[int]:
+    """Bytes that run allocates (positive) and frees (negative) on a CPU, in order; what it returns is kept alive."""
+    with _memory_events() as changes:
+        result = run()
+    del result
+    return [num_bytes for _, num_bytes in changes]
+
+
+@contextmanager
+def _memory_events() -> Iterator[list[tuple[int, int]]]:
+    """(nanoseconds, bytes) of each allocation and free; the list is filled when the context ends."""
+    changes: list[tuple[int, int]] = []
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with _quiet_stderr():
         profiler.__enter__()
     try:
-        yield
+        yield changes
     finally:
         with _quiet_stderr():
             profiler.__exit__(None, None, None)
     assert profiler.profiler is not None
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY)
-    _fill(recording, recorder.marks, changes, recorder.end_ns)
+    changes += sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY)
 
 
 @contextmanager
