@@ -8,7 +8,8 @@ TrainfitError
 │   ├── DataError                   the text is missing, unreadable or too short
 │   ├── DoesNotFitError             no strategy is small enough for the budget
 │   └── ResumeError                 a run folder cannot be resumed from
-└── RecomputeError (RuntimeError)   a block did not recompute what its forward had saved
+├── RecomputeError (RuntimeError)   a block did not recompute what its forward had saved
+└── OtherRankError                  another process of the run stopped, and said why: its exit code
 
 Every message is one line: what, the numbers, the next move.
 """
@@ -54,3 +55,11 @@ class ResumeError(InputError):
 
 class RecomputeError(TrainfitError, RuntimeError):
     """A block did not recompute what its forward had saved."""
+
+
+class OtherRankError(TrainfitError):
+    """Another process of the run stopped. It has said why, so this one need not say it again."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -31,6 +31,11 @@ def notes() -> Console:
     return _console(Console(stderr=True, highlight=False))
 
 
+def quiet() -> Console:
+    """Nowhere: a rank whose lines another one prints."""
+    return Console(quiet=True, width=MAX_WIDTH)
+
+
 def _console(console: Console) -> Console:
     # Not a terminal: a file or a pipe has no width of its own, and Rich's 80 columns would wrap tables.
     console.width = min(console.width, MAX_WIDTH) if console.is_terminal else MAX_WIDTH

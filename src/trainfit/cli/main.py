@@ -22,6 +22,7 @@ from trainfit.cli.plan import plan
 from trainfit.cli.rehearse import rehearse
 from trainfit.cli.train import train
 from trainfit.cli.verify import verify
+from trainfit.errors import OtherRankError
 
 _QUIET_LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
 # Threads of OpenMP wait for each other by spinning, and keep each other off the core as soon as anything else runs
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
         if debugging():
             traceback.print_exc()
         code, line = explain(error)
-        print_error(line)
+        if not isinstance(error, OtherRankError):  # which rank 0 has printed
+            print_error(line)
         return code
 
 

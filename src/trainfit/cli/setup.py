@@ -11,7 +11,7 @@ import torch
 
 from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
-from trainfit.hardware import Accelerator, Hardware, accelerator, find_device, this_machine
+from trainfit.hardware import Accelerator, Hardware, Launch, accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
 from trainfit.profile import PRECISIONS, Precision
 from trainfit.step import Strategy, parse_tiers
@@ -44,12 +44,17 @@ def find_hardware(name: str | None, recipe: Recipe | None = None, count: int = 1
     return find_device(name or (recipe.device if recipe else "this"), count)
 
 
-def local_device(name: str | None, recipe: Recipe | None = None) -> tuple[Accelerator, Hardware]:
-    """A device that is here. Raises DeviceError for one of the catalogue that is not this machine's."""
-    wanted = find_hardware(name, recipe).spec
+def local_device(
+    name: str | None, recipe: Recipe | None = None, launch: Launch | None = None
+) -> tuple[Accelerator, Hardware]:
+    """A device that is here, for this process of a launch.
+
+    Raises DeviceError for one of the catalogue that is not this machine's.
+    """
+    wanted, launch = find_hardware(name, recipe).spec, launch or Launch()
     try:
-        device = accelerator(wanted.kind)
-        here = this_machine(wanted.kind)
+        device = accelerator(wanted.kind, index=launch.local_rank if launch.size > 1 else None)
+        here = this_machine(wanted.kind).shared_by(launch.local_size)
     except DeviceError as error:
         raise DeviceError(f"{wanted.name} is not in this machine: {error}") from None
     if here.spec.name != wanted.name:
@@ -99,8 +104,15 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware) 
 def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Target, tuple[str, ...]]:
     """What the recipe asks of a plan, and what was capped."""
     budget_bytes, notes = choose_budget(recipe.memory, hardware)
-    may_change = frozenset(recipe.may_change)
-    return Target(budget_bytes, recipe.tokens_per_step, workload.seq_len, recipe.precision, may_change), notes
+    target = Target(
+        budget_bytes,
+        recipe.tokens_per_step,
+        workload.seq_len,
+        recipe.precision,
+        frozenset(recipe.may_change),
+        recipe.layouts(hardware.count),
+    )
+    return target, notes
 
 
 def plan_recipe(recipe: Recipe, workload: Workload, hardware: Hardware, say: Say) -> Plan:
@@ -133,6 +145,7 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
         ("device", plan.device, hardware.spec.name),
         ("seq_len", plan.target.seq_len, target.seq_len),
         ("sequences a step", plan.target.sequences_per_step, target.sequences_per_step),
+        ("devices", plan.strategy.mesh.size, hardware.count),
         ("number of blocks", len(plan.strategy.tiers), len(workload.anatomy().blocks)),
     )
     for what, planned, wanted in pairs:

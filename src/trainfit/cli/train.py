@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from json import dumps, loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainfit.cli.console import notes, output, print_json, status
+from trainfit.cli.console import notes, output, print_json, quiet, status
 from trainfit.cli.failure import INTERRUPTED
 from trainfit.cli.options import JsonOption, RecipeArgument
 from trainfit.errors import InputError
@@ -47,28 +48,49 @@ def train(
 
     [dim]trainfit train recipes/quickstart.yaml steps=50 memory=200MiB[/]
     """
-    console = notes() if json else output()
-    with status(console, "Importing torch") as say:
+    with status(notes(), "Importing torch") as say:
         from trainfit.cli.progress import TrainingDisplay
         from trainfit.cli.setup import local_device, require_free
+        from trainfit.hardware import Launch
+        from trainfit.plan import Plan
         from trainfit.report import plan_view
         from trainfit.train import RunFolder, load_recipe, recipe_workload
         from trainfit.train import train as run_training
+        from trainfit.train.checkpoint import CHECKPOINTS_FOLDER, list_checkpoints
 
+        launch = Launch.from_environment()
+        # What torchrun starts anew after a failure goes on where the last save was, if there is one.
         settings = load_recipe(recipe, overrides or ())
-        device, hardware = local_device(None, settings)
+        folder = Path(settings.run_folder).expanduser()
+        resume = resume or (launch.restarts > 0 and bool(list_checkpoints(folder / CHECKPOINTS_FOLDER)))
+        device, hardware = local_device(None, settings, launch)
+        budgets = launch.gather("budget", str(hardware.usable_bytes))
         say("Building the model")
         workload = recipe_workload(settings)
-        if not resume:
-            RunFolder(Path(settings.run_folder).expanduser()).refuse_before_planning()
-        made = _plan(settings, workload, hardware, plan, resume, say)
+        if not resume and launch.is_first:
+            RunFolder(folder).refuse_before_planning()
+
+        def make_plan() -> str:
+            # One plan for all ranks, for the one that has least.
+            least = replace(hardware, count=launch.size, limit_bytes=min(map(int, budgets)))
+            return dumps(_plan(settings, workload, least, plan, resume, say).to_json())
+
+        made = Plan.from_json(loads(launch.share("plan", make_plan)))
         require_free(made.predicted.peak_bytes, device, "the planned step")
+    console = quiet() if not launch.is_first else notes() if json else output()
     console.print(plan_view(made), "")
     with TrainingDisplay(console, made.budget_bytes) as display:
         report = run_training(
-            settings, made.strategy, workload, device, plan=made.to_json(), on_event=display.on_event, resume=resume
+            settings,
+            made.strategy,
+            workload,
+            device,
+            plan=made.to_json(),
+            on_event=display.on_event,
+            resume=resume,
+            launch=launch,
         )
-    return _finish(report, made, console, json=json)
+    return _finish(report, made, console, json=json) if launch.is_first else INTERRUPTED * report.interrupted
 
 
 def _plan(recipe: Recipe, workload: Workload, hardware: Hardware, path: Path | None, resume: bool, say: Say) -> Plan:

@@ -13,6 +13,7 @@ from trainfit.hardware.catalogue import catalogue, find_device
 from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind
 
 if TYPE_CHECKING:
+    from trainfit.hardware.launch import Launch
     from trainfit.hardware.local import this_machine
     from trainfit.hardware.ranks import Ranks, ranks_of
     from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
@@ -24,6 +25,7 @@ __all__ = [
     "Figure",
     "Hardware",
     "Kind",
+    "Launch",
     "Ranks",
     "accelerator",
     "catalogue",
@@ -36,6 +38,7 @@ __all__ = [
 _NEED_TORCH = {
     "Accelerator": "runtime",
     "DTYPES": "runtime",
+    "Launch": "launch",
     "Ranks": "ranks",
     "accelerator": "runtime",
     "ranks_of": "ranks",

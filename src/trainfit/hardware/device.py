@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainfit.errors import DeviceError
@@ -62,10 +62,14 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices of one run: count times the same spec. Raises DeviceError for a count that no run can have."""
+    """The devices of one run: count times the same spec. Raises DeviceError for a count that no run can have.
+
+    limit_bytes: the least that any of them leaves to tensors, where that is less than the spec's; None: nobody asked.
+    """
 
     spec: DeviceSpec
     count: int = 1
+    limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= _MAX_COUNT:
@@ -79,7 +83,12 @@ class Hardware:
     @property
     def usable_bytes(self) -> int:
         """Memory of one device that tensors can have."""
-        return self.spec.usable_bytes
+        usable = self.spec.usable_bytes
+        return usable if self.limit_bytes is None else min(usable, self.limit_bytes)
+
+    def shared_by(self, processes: int) -> Hardware:
+        """What one of several processes on this machine has: a device of its own, or its part of the host's memory."""
+        return replace(self, limit_bytes=self.usable_bytes // processes) if self.spec.kind == "cpu" else self
 
     def supports(self, precision: Precision) -> bool:
         return precision in self.spec.tflops

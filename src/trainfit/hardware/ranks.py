@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainfit.errors import DeviceError
+from trainfit.hardware.launch import backend_of
 from trainfit.hardware.runtime import Accelerator
 from trainfit.profile import MESH_DIMS, Mesh, MeshDim
 
@@ -83,15 +83,18 @@ class Ranks:
                 gathered = torch.cat(parts)
         return gathered
 
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank of the run; every rank asks."""
+        if not self.is_real:
+            return flag
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return bool(value)
+
     @cached_property
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes what all would write alike."""
         return self.rank == 0
-
-
-def launched_ranks() -> int:
-    """Processes that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_of(mesh: Mesh, device: Accelerator) -> Ranks:
@@ -114,10 +117,7 @@ def process_group(device: Accelerator, *, timeout_seconds: float = 60.0) -> Iter
 
     timeout_seconds: after which a collective that some rank never joins fails.
     """
-    backend = device.distributed_backend
-    # With a gloo beside it, host tensors can be reduced too.
-    both = backend if backend == "gloo" else f"cpu:gloo,{device.device.type}:{backend}"
-    dist.init_process_group(both, timeout=timedelta(seconds=timeout_seconds))
+    dist.init_process_group(backend_of(device), timeout=timedelta(seconds=timeout_seconds))
     try:
         yield
     finally:
@@ -136,10 +136,3 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def broadcast_text(text: str) -> str:
-    """Rank 0's text on every rank."""
-    values = [text]
-    dist.broadcast_object_list(values)
-    return values[0]

@@ -133,10 +133,11 @@ class Accelerator:
         return f"Accelerator({str(self.device)!r})"
 
 
-def accelerator(device: str | torch.device) -> Accelerator:
+def accelerator(device: str | torch.device, *, index: int | None = None) -> Accelerator:
     """The Accelerator of "cpu", "cuda", "npu", "cuda:1" or a torch.device.
 
-    Raises DeviceError for another kind of device and for one that is not there.
+    index: the number of a device that is to be this process's own, current one; a host has only itself. Raises
+    DeviceError for another kind of device and for one that is not there.
     """
     match = re.fullmatch(rf"({'|'.join(_BACKENDS)})(?::(\d+))?", str(device))
     if match is None:
@@ -148,10 +149,12 @@ def accelerator(device: str | torch.device) -> Accelerator:
     count = module.device_count() if module is not None and module.is_available() else 0
     if module is None or count == 0:
         raise DeviceError(f"no {kind} device on this machine: {_BACKENDS[kind].missing()}; or use cpu")
-    index = module.current_device() if match[2] is None else int(match[2])
-    if index >= count:
-        raise DeviceError(f"{device} is not there: this machine has {count} {kind} device(s), numbered from 0")
-    return Accelerator(torch.device(kind, index), kind, module)
+    number = index if index is not None else int(match[2]) if match[2] else module.current_device()
+    if number >= count:
+        raise DeviceError(f"{kind}:{number} is not there: this machine has {count} {kind} device(s), numbered from 0")
+    if index is not None:
+        module.set_device(number)
+    return Accelerator(torch.device(kind, number), kind, module)
 
 
 def best_kind() -> Kind:

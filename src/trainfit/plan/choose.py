@@ -94,16 +94,21 @@ def _rehearse_best(
 
 def _kind(strategy: Strategy) -> tuple[object, ...]:
     """Candidates of one kind differ in tiers only; the fastest of each whose rehearsal fits is compared."""
-    return strategy.micro_batch_size, strategy.precision, strategy.loss_chunks
+    return strategy.micro_batch_size, strategy.precision, strategy.loss_chunks, strategy.mesh, strategy.zero
 
 
 def _plain(num_blocks: int, target: Target, exact: Callable[[Strategy], Profile]) -> Alternative:
     """No technique, the whole step as one micro batch."""
     keep = parse_tiers("keep", num_blocks)
-    strategy = Strategy(target.sequences_per_step, precision=target.precision, tiers=keep)
+    replicas = max(mesh.data for mesh, _ in target.layouts)
+    strategy = Strategy(-(-target.sequences_per_step // replicas), precision=target.precision, tiers=keep)
     profile = exact(strategy)
     return Alternative(
-        strategy, profile.peak_bytes, profile.step_seconds, True, "plain training: the whole step at once, no technique"
+        strategy,
+        profile.peak_bytes,
+        profile.step_seconds,
+        True,
+        "plain training: a device's share at once, no technique",
     )
 
 
@@ -153,7 +158,7 @@ def _why_not(tracer: Tracer, profile: Profile, target: Target, hardware: Hardwar
     remedy = f"give it {format_bytes(needed)}"
     if states > allowed:
         devices = -(-profile.peak_bytes // allowed)
-        remedy += f", shard it over at least {devices} such devices (not in trainfit yet), or take a smaller model"
+        remedy += f", shard it over at least {devices} such devices (mesh.shard), or take a smaller model"
     else:
         remedy += ", or shorten seq_len"
     return (

@@ -27,15 +27,33 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that stay: parameters and states, token ids of the window, what blocks share; the gradients of all
-    parameters, and those that earlier micro batches left (0 in a step of one micro batch); seconds of the optimizer."""
+    """Bytes of one rank beside activations, and what a step costs beside its micro batches.
+
+    model_bytes: its parameters and optimizer states, between steps.
+    working_bytes: more that lives while micro batches run: parameters that were gathered, gradients on their way.
+    batch_bytes: token ids of the window. shared_bytes: what all blocks are given beside hidden states.
+    gradient_bytes: all its gradients when the optimizer runs.
+    earlier_gradient_bytes: of it, what earlier micro batches left; 0 in a step of one.
+    micro_batch_seconds, step_seconds: communication of each micro batch, and of the step with its optimizer.
+    """
 
     model_bytes: int
     batch_bytes: int
     shared_bytes: int
     gradient_bytes: int
     earlier_gradient_bytes: int
-    optimizer_seconds: float
+    step_seconds: float
+    working_bytes: int = 0
+    micro_batch_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Over how many ranks a block's activations, its gradients and its work are split."""
+
+    activations: int = 1
+    gradients: int = 1
+    compute: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,10 @@ class BlockTable:
     seconds: Floats
 
     @classmethod
-    def of(cls, structures: Sequence[int], traces: Mapping[tuple[int, Tier], BlockTrace]) -> BlockTable:
+    def of(
+        cls, structures: Sequence[int], traces: Mapping[tuple[int, Tier], BlockTrace], shares: Shares | None = None
+    ) -> BlockTable:
+        shares = shares or Shares()
         rows = [[traces[structure, tier] for structure in structures] for tier in TIERS]
 
         def integers(name: str) -> Integers:
@@ -57,11 +78,11 @@ class BlockTable:
 
         seconds = [[trace.forward_seconds + trace.backward_seconds for trace in row] for row in rows]
         return cls(
-            integers("saved_bytes"),
-            integers("forward_peak_bytes"),
-            integers("backward_peak_bytes"),
-            integers("gradient_bytes"),
-            np.array(seconds, dtype=np.float64),
+            integers("saved_bytes") // shares.activations,
+            integers("forward_peak_bytes") // shares.activations,
+            integers("backward_peak_bytes") // shares.activations,
+            integers("gradient_bytes") // shares.gradients,
+            np.array(seconds, dtype=np.float64) / shares.compute,
         )
 
 
@@ -80,7 +101,7 @@ def peak_bytes(resident: Resident, table: BlockTable, tiers: Integers, shell: Sh
     embedding = own.sum(1) + shell.after_blocks_peak_bytes
     moments = np.concatenate([forward, backward, loss[:, None], embedding[:, None]], axis=1)
     stays = resident.model_bytes + resident.batch_bytes
-    floor = stays + resident.shared_bytes + resident.earlier_gradient_bytes
+    floor = stays + resident.working_bytes + resident.shared_bytes + resident.earlier_gradient_bytes
     return np.asarray(np.maximum(floor + moments.max(1), stays + resident.gradient_bytes))
 
 
@@ -88,5 +109,5 @@ def step_seconds(
     resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace, *, micro_batches: float
 ) -> Floats:
     """Seconds of the whole step, (assignments,); micro_batches may be fractional when the last one is short."""
-    one = table.seconds[tiers, np.arange(tiers.shape[1])].sum(1) + shell.seconds
-    return np.asarray(micro_batches * one + resident.optimizer_seconds)
+    one = table.seconds[tiers, np.arange(tiers.shape[1])].sum(1) + shell.seconds + resident.micro_batch_seconds
+    return np.asarray(micro_batches * one + resident.step_seconds)

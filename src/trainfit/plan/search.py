@@ -9,8 +9,9 @@ from itertools import combinations
 import numpy as np
 
 from trainfit.hardware import Hardware
-from trainfit.plan.cost import BlockTable, Floats, Integers, Resident, peak_bytes, step_seconds
-from trainfit.plan.target import Target
+from trainfit.plan.cost import BlockTable, Floats, Integers, peak_bytes, step_seconds
+from trainfit.plan.layout import resident_of, shares_of
+from trainfit.plan.target import Layout, Target
 from trainfit.profile import TIERS, Precision, Tier
 from trainfit.rehearsal.trace import ModelFacts, Tracer
 from trainfit.step.strategy import Strategy
@@ -38,31 +39,42 @@ def search(tracer: Tracer, hardware: Hardware, target: Target, allowed_bytes: in
     seconds.
     """
     found: list[Candidate] = []
-    for precision in _precisions(hardware, target):
-        for micro_batch_size in micro_batch_sizes(target.sequences_per_step):
-            batch = list(candidates(tracer, target, micro_batch_size, precision))
-            found += batch
-            if min(candidate.peak_bytes for candidate in batch) > allowed_bytes:
-                break
+    for layout in target.layouts:
+        for precision in _precisions(hardware, target):
+            for micro_batch_size in micro_batch_sizes(target.sequences_per_rank(layout)):
+                batch = list(candidates(tracer, hardware, target, layout, micro_batch_size, precision))
+                found += batch
+                if not batch or min(candidate.peak_bytes for candidate in batch) > allowed_bytes:
+                    break
     return sorted(found, key=lambda candidate: (candidate.step_seconds, candidate.peak_bytes))
 
 
-def candidates(tracer: Tracer, target: Target, micro_batch_size: int, precision: Precision) -> Iterator[Candidate]:
+def candidates(
+    tracer: Tracer,
+    hardware: Hardware,
+    target: Target,
+    layout: Layout,
+    micro_batch_size: int,
+    precision: Precision,
+) -> Iterator[Candidate]:
     """The best assignments of tiers for every number of chunks at one micro batch."""
-    facts, sequences = tracer.facts, target.sequences_per_step
+    facts, sequences = tracer.facts, target.sequences_per_rank(layout)
+    mesh, zero = layout
     accumulation_steps = -(-sequences // micro_batch_size)
+    if accumulation_steps < mesh.pipeline:
+        return  # stages would wait for each other
     chunks = chunk_counts(facts, micro_batch_size * target.seq_len)
     accumulates = accumulation_steps > 1
     trace = tracer.trace(micro_batch_size, precision, chunks, accumulates=accumulates)
-    table = BlockTable.of(facts.structures, trace.blocks)
+    table = BlockTable.of(facts.structures, trace.blocks, shares_of(layout))
     tiers = tier_splits(len(facts.structures))
-    resident = Resident(
-        model_bytes=facts.parameter_bytes + facts.optimizer_bytes,
+    resident = resident_of(
+        facts,
+        layout,
+        hardware,
         batch_bytes=sequences * target.seq_len * _ID_BYTES,
         shared_bytes=trace.shared_bytes,
-        gradient_bytes=facts.gradient_bytes,
-        earlier_gradient_bytes=facts.gradient_bytes if accumulates else 0,
-        optimizer_seconds=facts.optimizer_seconds,
+        accumulates=accumulates,
     )
     for loss_chunks in chunks:
         shell = trace.shell[loss_chunks]
@@ -70,7 +82,9 @@ def candidates(tracer: Tracer, target: Target, micro_batch_size: int, precision:
         seconds = step_seconds(resident, table, tiers, shell, micro_batches=sequences / micro_batch_size)
         for row in unbeaten(peaks, seconds):
             names = tuple(TIERS[tier] for tier in tiers[row])
-            strategy = Strategy(micro_batch_size, accumulation_steps, precision, names, loss_chunks)
+            strategy = Strategy(
+                micro_batch_size, accumulation_steps, precision, names, loss_chunks, mesh=mesh, zero=zero
+            )
             yield Candidate(strategy, int(peaks[row]), float(seconds[row]))
 
 

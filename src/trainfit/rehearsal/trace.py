@@ -42,6 +42,8 @@ class ModelFacts:
 
     structures: tuple[int, ...]
     parameter_bytes: int
+    block_bytes: int  # of all blocks' parameters
+    largest_block_bytes: int
     optimizer_bytes: int
     gradient_bytes: int
     optimizer_seconds: float
@@ -86,11 +88,14 @@ class Tracer:
         optimizer = make_adamw(build.model.named_parameters(), self.workload.optimizer)
         states = [value for state in optimizer.state.values() for value in state.values()]
         gradients = storage_bytes(p for p in build.model.parameters() if p.requires_grad)
+        blocks = [storage_bytes(block.parameters()) for block in build.blocks]
         captured = self._block_inputs(1, "fp32")
         hidden = next((_hidden(inputs) for _, inputs in captured.values()), None)
         return ModelFacts(
             structures=build.anatomy.structures,
             parameter_bytes=storage_bytes([*build.model.parameters(), *build.model.buffers()]),
+            block_bytes=sum(blocks),
+            largest_block_bytes=max(blocks, default=0),
             optimizer_bytes=storage_bytes(states),
             gradient_bytes=gradients,
             # Clipping reads the gradients twice and writes them; AdamW reads parameters, gradients and both moments,

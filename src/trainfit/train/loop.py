@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from trainfit.errors import RecipeError, ResumeError
-from trainfit.hardware import Accelerator
+from trainfit.hardware import Accelerator, Launch
 from trainfit.step import Strategy, build_step
 from trainfit.train.checkpoint import RunState, load_checkpoint, read_state
 from trainfit.train.data import TextData, prepare_data
-from trainfit.train.events import Archived, Preparing, Resumed, Started, TrainReport
+from trainfit.train.events import Archived, Event, Preparing, Resumed, Started, TrainReport
 from trainfit.train.measured import MeasuredUpdate
-from trainfit.train.metrics import MetricsWriter
+from trainfit.train.metrics import MetricsWriter, NoMetrics
 from trainfit.train.packing import unigram_loss, updates_per_epoch
 from trainfit.train.reading import changed_keys
 from trainfit.train.recipe import Recipe
@@ -42,44 +42,112 @@ def train(
     on_event: OnEvent = lambda event: None,
     resume: bool = False,
     measure: bool = True,
+    launch: Launch | None = None,
 ) -> TrainReport:
     """Train as the recipe says, each update run as the strategy says, and leave a run folder.
 
     plan: what plan.json will hold; its "hash" goes into checkpoints. measure: record the second update, so that the
-    report has a Profile to set against the prediction. Ctrl-C or SIGTERM ends the run after the update it falls in,
-    saved. Raises RecipeError, DataError or ResumeError before the first update, with nothing left half-written, and
-    TrainfitError when the loss is no longer finite.
+    report has a Profile to set against the prediction. launch: the processes that run this together, all of which call
+    it and see the same run folder; rank 0 writes it, and is the only one whose on_event is called. Ctrl-C or SIGTERM on
+    any of them ends the run after the update it falls in, saved. Raises RecipeError, DataError or ResumeError before
+    the first update, with nothing left half-written, and TrainfitError when the loss is no longer finite.
     """
     began = time.perf_counter()
     if strategy.precision == "fp16":
         raise RecipeError("precision fp16 trains only with loss scaling, which is not here yet; set precision: bf16")
     plan = plan or {"strategy": strategy.to_json(), "hash": strategy.hash}
-    folder = RunFolder(Path(recipe.run_folder).expanduser())
+    launch = launch or Launch()
     with ExitStack() as stack:
+        setup = _Setup(recipe, workload, launch, on_event if launch.is_first else _nobody, resume)
         try:
-            stack.enter_context(folder.locked())
-            saved = _saved_state(recipe, folder) if resume else None
-            if not resume:
-                folder.refuse_unfinished()
-            data = _prepare_data(recipe, folder, workload, on_event, resume)
-            measured = stack.enter_context(MeasuredUpdate(accelerator)) if measure else None
-            run = _build(recipe, strategy, workload, accelerator, folder, data, str(plan.get("hash", "")), on_event)
-            if saved is not None:
-                _restore(run, saved)
+            launch.share("folder", lambda: setup.open_folder(stack))
+            setup.read(resume)
+            measured = stack.enter_context(MeasuredUpdate(accelerator)) if measure and launch.is_first else None
+            stack.enter_context(launch.process_group(accelerator, timeout_seconds=recipe.timeout_seconds))
+            run = setup.build(strategy, accelerator, str(plan.get("hash", "")))
+            if setup.saved is not None:
+                _restore(run, setup.saved)
         except BaseException:  # Ctrl-C included: a run that never began leaves no empty folders
-            folder.undo()
+            setup.undo()
             raise
-        if not resume and (archive := folder.archive()) is not None:
-            on_event(Archived(archive))
-        folder.begin(plan, recipe.to_json())
-        baseline = unigram_loss(data.train, data.held_out, run.held_out_indices, data.vocab_size)
-        on_event(_started(run, workload, baseline))
-        with MetricsWriter(folder.path, after_step=run.step_number) as metrics, _deferred_interrupt() as stop:
+        launch.share("begin", lambda: setup.begin(plan))
+        baseline = unigram_loss(setup.data.train, setup.data.held_out, run.held_out_indices, setup.data.vocab_size)
+        setup.on_event(_started(run, workload, baseline))
+        metrics = _metrics(run, launch)
+        stack.enter_context(metrics)
+        with _deferred_interrupt() as stop:
             interrupted = run.go(metrics, stop, measured)
-    report = run.report(interrupted=interrupted, unigram_loss=baseline, total_seconds=time.perf_counter() - began)
-    if not interrupted:
-        folder.write_json(SUMMARY_FILE, report.to_json())
+        report = run.report(interrupted=interrupted, unigram_loss=baseline, total_seconds=time.perf_counter() - began)
+        if not interrupted and launch.is_first:
+            setup.folder.write_json(SUMMARY_FILE, report.to_json())
     return report
+
+
+def _metrics(run: Run, launch: Launch) -> MetricsWriter | NoMetrics:
+    return MetricsWriter(run.folder.path, after_step=run.step_number) if launch.is_first else NoMetrics()
+
+
+def _nobody(event: Event) -> None: ...
+
+
+class _Setup:
+    """What comes before the first update: on rank 0 all of it, on the others what is there by then."""
+
+    def __init__(self, recipe: Recipe, workload: Workload, launch: Launch, on_event: OnEvent, resume: bool) -> None:
+        self.recipe, self.workload, self.launch, self.on_event = recipe, workload, launch, on_event
+        self.resume = resume
+        self.folder: RunFolder
+        self.saved: RunState | None = None
+        self.data: TextData
+
+    def open_folder(self, stack: ExitStack) -> str:
+        """Rank 0: lock the folder, refuse what must not be overwritten, make the tokens."""
+        self.folder = RunFolder(Path(self.recipe.run_folder).expanduser())
+        stack.enter_context(self.folder.locked())
+        if self.resume:
+            _saved_state(self.recipe, self.folder)
+        else:
+            self.folder.refuse_unfinished()
+        self.data = self._prepare_data(self.resume)
+        return ""
+
+    def read(self, resume: bool) -> None:
+        """Every rank: what rank 0 has made."""
+        if not self.launch.is_first:
+            self.folder = RunFolder(Path(self.recipe.run_folder).expanduser())
+            self.data = self._prepare_data(resume=True)
+        if resume:
+            self.saved = _saved_state(self.recipe, self.folder)
+
+    def _prepare_data(self, resume: bool) -> TextData:
+        return prepare_data(
+            self.recipe,
+            self.folder.data,
+            max_vocab_size=self.workload.vocab_size,
+            resume=resume,
+            progress=lambda what, done, total: self.on_event(Preparing(what, done, total)),
+        )
+
+    def build(self, strategy: Strategy, accelerator: Accelerator, plan_hash: str) -> Run:
+        recipe = self.recipe
+        epochs = recipe.epochs or 0
+        steps = recipe.steps or epochs * updates_per_epoch(self.data.train.num_sequences, recipe.sequences_per_step)
+        torch.manual_seed(recipe.seed)  # before the weights are drawn, alike on all ranks; seeds the devices too
+        step = build_step(self.workload, strategy, accelerator, max_grad_norm=recipe.max_grad_norm)
+        if step.ranks.data_index:
+            torch.manual_seed(recipe.seed + step.ranks.data_index)  # other data, other dropout
+        return Run(recipe, step, self.data, accelerator, self.folder, steps, plan_hash, self.on_event)
+
+    def begin(self, plan: Mapping[str, Any]) -> str:
+        """Rank 0: move an earlier run aside and write what this one is about to do."""
+        if not self.resume and (archive := self.folder.archive()) is not None:
+            self.on_event(Archived(archive))
+        self.folder.begin(plan, self.recipe.to_json())
+        return ""
+
+    def undo(self) -> None:
+        if self.launch.is_first and hasattr(self, "folder"):
+            self.folder.undo()
 
 
 def _saved_state(recipe: Recipe, folder: RunFolder) -> RunState:
@@ -100,33 +168,6 @@ def _at(values: Any, dotted: str) -> Any:
     for key in dotted.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
-
-
-def _prepare_data(recipe: Recipe, folder: RunFolder, workload: Workload, on_event: OnEvent, resume: bool) -> TextData:
-    return prepare_data(
-        recipe,
-        folder.data,
-        max_vocab_size=workload.vocab_size,
-        resume=resume,
-        progress=lambda what, done, total: on_event(Preparing(what, done, total)),
-    )
-
-
-def _build(
-    recipe: Recipe,
-    strategy: Strategy,
-    workload: Workload,
-    accelerator: Accelerator,
-    folder: RunFolder,
-    data: TextData,
-    plan_hash: str,
-    on_event: OnEvent,
-) -> Run:
-    epochs = recipe.epochs or 0
-    steps = recipe.steps or epochs * updates_per_epoch(data.train.num_sequences, recipe.sequences_per_step)
-    torch.manual_seed(recipe.seed)  # before the weights are drawn; seeds the devices too
-    step = build_step(workload, strategy, accelerator, max_grad_norm=recipe.max_grad_norm)
-    return Run(recipe, step, data, accelerator, folder, steps, plan_hash, on_event)
 
 
 def _restore(run: Run, saved: RunState) -> None:

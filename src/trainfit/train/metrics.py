@@ -55,6 +55,17 @@ class MetricsWriter:
         self._events.close()
 
 
+class NoMetrics:
+    """The metrics of a rank that another one writes for."""
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None: ...
+
+    def __enter__(self) -> NoMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 def read_metrics(folder: Path) -> list[dict[str, Value]]:
     """Every whole line of a run's metrics.jsonl, in order."""
     path = folder / METRICS_FILE

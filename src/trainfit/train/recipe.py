@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from trainfit.errors import RecipeError
-from trainfit.profile import Precision
+from trainfit.profile import GradientSyncTime, Mesh, Precision, Zero
 from trainfit.units import parse_bytes, parse_count
 
 PYTHON_STDLIB = "python-stdlib"
@@ -98,6 +98,31 @@ class SaveSettings(_Section):
     keep: PositiveInt = 2
 
 
+class MeshSettings(_Section):
+    """How the devices of a run are arranged; see Mesh. What is left out is 1."""
+
+    pipeline: PositiveInt = 1
+    replicate: PositiveInt = 1
+    shard: PositiveInt = 1
+    tensor: PositiveInt = 1
+
+    def mesh(self) -> Mesh:
+        return Mesh(**self.model_dump())
+
+
+class ZeroSettings(_Section):
+    """What the ranks of mesh.shard share, and when they talk; see Zero. stage None lets the plan choose."""
+
+    stage: Annotated[int, Field(strict=True, ge=0, le=3)] | None = None
+    gradient_sync: GradientSyncTime | None = None
+    reshard_size: NaturalInt = 0
+    prefetch: Annotated[int, Field(strict=True, ge=1, le=16)] = 1
+    reduce_dtype: Precision = "fp32"
+
+    def zero(self, stage: int) -> Zero:
+        return Zero(**{**self.model_dump(), "stage": stage})
+
+
 class Recipe(_Section):
     """One training run. memory None means all that the device has; steps None means `epochs` passes over the text."""
 
@@ -118,6 +143,9 @@ class Recipe(_Section):
     save: SaveSettings = SaveSettings()
     run_folder: str
     device: str = "this"
+    mesh: MeshSettings | None = None
+    zero: ZeroSettings = ZeroSettings()
+    timeout_seconds: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 60.0
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -154,6 +182,32 @@ class Recipe(_Section):
     def resolve(self, path: str) -> Path:
         """A path of the recipe as this process can open it."""
         return self._folder / Path(path).expanduser()
+
+    def layouts(self, num_devices: int) -> tuple[tuple[Mesh, Zero], ...]:
+        """Every mesh and ZeRO stage that this many devices may take, the least communication first.
+
+        Without a mesh in the recipe all devices are copies (stage 0) or shards (1 to 3). Raises RecipeError for a mesh
+        of another size.
+        """
+        stages: tuple[int, ...] = (0, 1, 2, 3) if self.zero.stage is None else (self.zero.stage,)
+        if self.mesh is None:
+            if num_devices == 1:
+                return ((Mesh(), Zero()),)
+            pairs = [(Mesh(shard=num_devices) if stage else Mesh(replicate=num_devices), stage) for stage in stages]
+            return tuple((mesh, self.zero.zero(stage)) for mesh, stage in pairs)
+        mesh = self.mesh.mesh()
+        if mesh.size != num_devices:
+            raise RecipeError(
+                f"mesh has {mesh.size} devices ({' x '.join(map(str, mesh.shape))}), the run has {num_devices}; "
+                f"start it with torchrun --nproc-per-node {mesh.size} -m trainfit train, or change the mesh"
+            )
+        if mesh.shard > 1:
+            stages = tuple(stage for stage in stages if stage > 0)
+            if not stages:
+                raise RecipeError(f"zero.stage 0 shards nothing over mesh.shard {mesh.shard}; set mesh.replicate")
+        elif self.zero.stage is None:
+            stages = (0,)
+        return tuple((mesh, self.zero.zero(stage)) for stage in stages)
 
     @property
     def sequences_per_step(self) -> int:

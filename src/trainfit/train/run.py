@@ -19,7 +19,7 @@ from trainfit.train.data import TextData
 from trainfit.train.evaluate import held_out_loss
 from trainfit.train.events import Evaluated, Event, Interrupted, Measured, Saved, StepDone, TrainReport
 from trainfit.train.measured import MEASURED_UPDATE, MeasuredUpdate
-from trainfit.train.metrics import MetricsWriter
+from trainfit.train.metrics import MetricsWriter, NoMetrics
 from trainfit.train.packing import Indices, Position, windows
 from trainfit.train.recipe import Recipe
 from trainfit.train.run_folder import RunFolder
@@ -60,11 +60,12 @@ class Run:
         """The held-out sequences of every evaluation: the same ones whatever the strategy."""
         return self.data.held_out.spread(self.recipe.evaluation.batches * self.recipe.sequences_per_step)
 
-    def go(self, metrics: MetricsWriter, stop: Callable[[], bool], measured: MeasuredUpdate | None) -> bool:
+    def go(self, metrics: MetricsWriter | NoMetrics, stop: Callable[[], bool], measured: MeasuredUpdate | None) -> bool:
         """Updates until the last, or until stop() after one. Returns whether it was stopped before the last."""
         per_update, micro_batch_size = self.recipe.sequences_per_step, self.step.strategy.micro_batch_size
         source = windows(self.data.train, micro_batch_size, per_update, self.position, self.recipe.seed)
-        stopped = stop()
+        ranks = self.step.ranks
+        stopped = ranks.any(stop())
         while self.step_number < self.steps and not stopped:
             window, position = next(source)
             done = self._update(window, measured)
@@ -72,7 +73,7 @@ class Run:
             values = {name: value for name, value in asdict(done).items() if name not in ("step", "steps", "epoch")}
             metrics.write(done.step, values)
             self.on_event(done)
-            stopped = stop() and self.step_number < self.steps
+            stopped = ranks.any(stop()) and self.step_number < self.steps
             if stopped:
                 self.on_event(Interrupted(self.step_number))
             elif self._due(self.recipe.evaluation.every):
@@ -143,7 +144,7 @@ class Run:
             self._timed_tokens += num_tokens
             self._timed_seconds += seconds
 
-    def _evaluate(self, metrics: MetricsWriter) -> None:
+    def _evaluate(self, metrics: MetricsWriter | NoMetrics) -> None:
         batch_size = self.step.strategy.micro_batch_size
         loss = held_out_loss(self.step.evaluate, self.data.held_out, self.held_out_indices, batch_size)
         self.last_held_out_loss = loss
