@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from trainfit.errors import ResumeError
-from trainfit.train.checkpoint import RunState, list_checkpoints, load_checkpoint, read_state, save_checkpoint
+from trainfit.hardware import Ranks
+from trainfit.train.checkpoint import RunState, list_checkpoints, read_state
 from trainfit.train.packing import Position
+from trainfit.train.saving import Checkpoints
 
 
 def tiny(width=4):
@@ -18,11 +20,18 @@ def tiny(width=4):
     return model, torch.optim.AdamW(model.parameters())
 
 
+def save(folder, state, model, optimizer, **options):
+    checkpoints = Checkpoints(folder, Ranks(), **{"keep": 1, **options})
+    checkpoints.save(state, model, optimizer, (torch.get_rng_state(),))
+    checkpoints.wait()
+    return checkpoints.latest
+
+
 def save_tiny(folder):
     model, optimizer = tiny()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return save_checkpoint(folder, RunState(1, Position(0, 4), 10), model, optimizer, (torch.get_rng_state(),), keep=1)
+    return save(folder, RunState(1, Position(0, 4), 10), model, optimizer)
 
 
 def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_path):
@@ -30,10 +39,10 @@ def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_pat
     model, optimizer = tiny(width=5)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(ResumeError, match=r"3 of 4 tensors differ in shape, 0\.bias is \(4,\) there and \(5,\) here"):
-        load_checkpoint(path, model, optimizer)
+        Checkpoints(path.parent, Ranks(), keep=1).load(path, model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     with pytest.raises(ResumeError, match=r"2 only there such as 1\.bias"):
-        load_checkpoint(path, nn.Sequential(nn.Linear(3, 4)), optimizer)
+        Checkpoints(path.parent, Ranks(), keep=1).load(path, nn.Sequential(nn.Linear(3, 4)), optimizer)
 
 
 def edit_manifest(path, **values):
@@ -52,7 +61,11 @@ def damage(path):
         (lambda path: (path / "checkpoint.json").unlink(), "has no checkpoint.json: not a trainfit checkpoint"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "cannot be read"),
         (lambda path: (path / "checkpoint.json").write_text("[]"), "not of format"),
-        (lambda path: edit_manifest(path, version=9), "format version 9, this trainfit reads up to 1; upgrade"),
+        (lambda path: edit_manifest(path, version=9), "format version 9, this trainfit reads version 2; upgrade"),
+        (
+            lambda path: edit_manifest(path, version=1),
+            "format version 1, this trainfit reads version 2; go on with the",
+        ),
         (lambda path: edit_manifest(path, version=None), "is not of format"),
         (lambda path: edit_manifest(path, format="other"), "is not of format"),
         (lambda path: (path / "rng.safetensors").unlink(), r"rng\.safetensors has 0 bytes, \d+ were saved"),
@@ -66,7 +79,7 @@ def test_partial_foreign_newer_and_damaged_folders_are_refused(tmp_path, harm, m
     for parameter in model.parameters():
         optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": parameter * 0, "exp_avg_sq": parameter * 0}
     with pytest.raises(ResumeError, match=match):
-        load_checkpoint(path, model, optimizer)
+        Checkpoints(path.parent, Ranks(), keep=1).load(path, model, optimizer)
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
@@ -77,12 +90,12 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     optimizer.step()
     state = RunState(7, Position(2, 5), 99, {"seed": 1}, "recipe", "plan")
     generator = torch.get_rng_state()
-    path = save_checkpoint(tmp_path, state, model, optimizer, (generator,), keep=1)
+    path = save(tmp_path, state, model, optimizer)
     other, other_optimizer = tiny()
     other.register_buffer("seen", torch.tensor([0, 0]))
     other(torch.zeros(1, 3)).sum().backward()
     other_optimizer.step()
-    (rng,) = load_checkpoint(path, other, other_optimizer)
+    (rng,) = Checkpoints(tmp_path, Ranks(), keep=1).load(path, other, other_optimizer).rng
     assert read_state(path) == state
     assert torch.equal(rng, generator)
     assert torch.equal(other.seen, model.seen)

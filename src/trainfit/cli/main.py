@@ -16,6 +16,7 @@ import typer
 from trainfit import __version__
 from trainfit.cli.console import debugging, print_error
 from trainfit.cli.devices import devices
+from trainfit.cli.export import export
 from trainfit.cli.failure import FAILED, explain
 from trainfit.cli.measure import measure
 from trainfit.cli.plan import plan
@@ -37,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (plan, rehearse, train, measure, verify, devices):
+for verb in (plan, rehearse, train, measure, verify, export, devices):
     app.command()(verb)
 
 

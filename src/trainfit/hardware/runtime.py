@@ -77,6 +77,11 @@ class Accelerator:
         return self.device.type
 
     @property
+    def shares_host_memory(self) -> bool:
+        """Whether a copy to the host would lie in the very memory that the device computes in."""
+        return self._module is None
+
+    @property
     def distributed_backend(self) -> str:
         """ "gloo", "nccl" or "hccl"."""
         return self._backend.distributed

@@ -1,37 +1,33 @@
-"""Checkpoints: all that a run needs to go on to the bit, in safetensors and JSON.
+"""Checkpoints: all that a run needs to go on to the bit, in safetensors and JSON, from any number of ranks.
 
 NOTE [ A checkpoint is whole or absent ]
-checkpoints/step-00000120/ holds model.safetensors, optimizer.safetensors, rng.safetensors and, written last,
-checkpoint.json with the size of each. It is made in a .partial- folder, every file and the folder are fsynced, and one
-rename gives it its name. So a folder with the name is whole; a kill leaves only a .partial- folder, which nothing reads
-and the next save removes.
+checkpoints/step-00000120/ holds the files of all ranks, index.json (where each part of each tensor is) and, written
+last, checkpoint.json with size and SHA-256 of each of them. It is made in a .partial- folder: every rank syncs its own
+files and says so, then rank 0 writes index and manifest, syncs, and one rename gives the folder its name. So a folder
+with the name is whole; a kill of any rank leaves only a .partial- folder, which nothing reads and the next save
+removes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
 from trainfit.errors import ResumeError
+from trainfit.profile import Mesh
+from trainfit.train.index import Index, index_from_json, index_to_json
 from trainfit.train.packing import Position
-from trainfit.train.state import check_same, copy_into, model_tensors, optimizer_tensors, read_tensors
+from trainfit.train.storage import FileFacts, facts_of, fsync_folder, write_json
 
 CHECKPOINTS_FOLDER = "checkpoints"
-VERSION = 1
+VERSION = 2
 _FORMAT_NAME = "trainfit-checkpoint"
 _PARTIAL = ".partial-"
-_MANIFEST = "checkpoint.json"
-_FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors")
+_MANIFEST, _INDEX = "checkpoint.json", "index.json"
 _NOT_OURS = "not a trainfit checkpoint, or only a part of one; name a run_folder that trainfit train wrote"
 
 
@@ -50,50 +46,23 @@ class RunState:
     plan_hash: str = ""
 
 
-def save_checkpoint(
-    folder: Path, state: RunState, model: nn.Module, optimizer: Optimizer, rng: tuple[Tensor, ...], *, keep: int
-) -> Path:
-    """Writes folder/step-N atomically, then removes all but the last keep. Returns the new folder.
+@dataclass(frozen=True)
+class Manifest:
+    """checkpoint.json. ties: other names of tied parameters. mesh: of the ranks that wrote it."""
 
-    See NOTE [ A checkpoint is whole or absent ]. Raises OSError when the disk is full or not writable.
-    """
-    final = folder / f"step-{state.step:08d}"
-    partial = folder / f"{_PARTIAL}{final.name}"
-    remove_partial(folder)
-    partial.mkdir(parents=True)
-    tensors, ties = model_tensors(model)
-    contents = (tensors, optimizer_tensors(model, optimizer), {str(i): part for i, part in enumerate(rng)})
-    for name, content in zip(_FILES, contents, strict=True):
-        save_file({key: tensor.detach().contiguous() for key, tensor in content.items()}, partial / name)
-    manifest = {
-        "format": _FORMAT_NAME,
-        "version": VERSION,
-        **asdict(state),
-        "ties": ties,
-        "file_bytes": {name: (partial / name).stat().st_size for name in _FILES},
-        "file_sha256": {name: _sha256(partial / name) for name in _FILES},
-    }
-    (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    for path in (*(partial / name for name in (*_FILES, _MANIFEST)), partial):
-        _fsync(path)
-    _publish(partial, final)
-    for old in list_checkpoints(folder)[:-keep]:
-        _discard(old)
-    return final
+    state: RunState
+    mesh: Mesh
+    ties: Mapping[str, str]
+    files: Mapping[str, FileFacts]
 
 
-def _publish(partial: Path, final: Path) -> None:
-    if final.exists():  # the same step, saved again after a resume
-        _discard(final)
-    partial.rename(final)
-    _fsync(final.parent)
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
 
 
-def _discard(checkpoint: Path) -> None:
-    # Renamed first, so that a kill in the middle of the removal leaves no half checkpoint under a good name.
-    doomed = checkpoint.with_name(f"{_PARTIAL}{checkpoint.name}-old")
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
+def partial_path(final: Path) -> Path:
+    """Where a checkpoint is made."""
+    return final.with_name(f"{_PARTIAL}{final.name}")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -107,97 +76,108 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def finish_checkpoint(final: Path, manifest: Manifest, index: Index, *, keep: int) -> None:
+    """Makes a checkpoint of its partial folder, in which all files of all ranks lie, and removes all but the last keep.
+
+    See NOTE [ A checkpoint is whole or absent ].
+    """
+    partial = partial_path(final)
+    files = {**manifest.files, _INDEX: write_json(partial / _INDEX, index_to_json(index))}
+    values = {
+        "format": _FORMAT_NAME,
+        "version": VERSION,
+        **asdict(manifest.state),
+        "mesh": asdict(manifest.mesh),
+        "ties": dict(manifest.ties),
+        "files": {name: asdict(facts) for name, facts in sorted(files.items())},
+    }
+    write_json(partial / _MANIFEST, values, indent=2)
+    fsync_folder(partial)
+    _publish(partial, final)
+    for old in list_checkpoints(final.parent)[:-keep]:
+        shutil.rmtree(_set_aside(old))
+
+
+def _publish(partial: Path, final: Path) -> None:
+    before = _set_aside(final) if final.exists() else None  # the same step, saved again after a resume
+    partial.rename(final)
+    fsync_folder(final.parent)
+    if before is not None:
+        shutil.rmtree(before)
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    # Renamed first, so that a kill in the middle of the removal leaves no half checkpoint under a good name.
+    doomed = checkpoint.with_name(f"{_PARTIAL}{checkpoint.name}-old")
+    checkpoint.rename(doomed)
+    return doomed
+
+
 def read_state(checkpoint: Path) -> RunState:
-    """The numbers of a checkpoint. Raises ResumeError when it is partial, foreign or of a newer format."""
-    manifest = _read_manifest(checkpoint)
+    """The numbers of a checkpoint. Raises ResumeError when it is partial, foreign or of another format."""
+    return read_manifest(checkpoint).state
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """What a checkpoint says of itself. Raises ResumeError when it is partial, foreign or of another format."""
+    values = _read_values(checkpoint)
     try:
-        state = RunState(**{each.name: manifest[each.name] for each in fields(RunState)})
-        state = replace(state, position=Position(**manifest["position"]))
+        state = RunState(**{each.name: values[each.name] for each in fields(RunState)})
+        state = replace(state, position=Position(**values["position"]))
         numbers = (state.step, state.tokens, state.position.epoch, state.position.index)
         if min(int(number) for number in numbers) < 0 or not isinstance(state.recipe, dict):
             raise ValueError(f"step, tokens and position are {numbers}")
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ResumeError(
-            f"{checkpoint / _MANIFEST} is damaged ({error}); remove {checkpoint} to go on before it"
-        ) from None
-    return state
+        files = {name: FileFacts(**facts) for name, facts in values["files"].items()}
+        manifest = Manifest(state, Mesh(**values["mesh"]), dict(values["ties"]), files)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(checkpoint / _MANIFEST, error) from None
+    if _INDEX not in files:
+        raise ResumeError(f"{checkpoint / _MANIFEST} says nothing of {_INDEX}: {_NOT_OURS}")
+    for name, facts in files.items():
+        file = checkpoint / name
+        found = file.stat().st_size if file.is_file() else 0
+        if found != facts.num_bytes:
+            raise ResumeError(
+                f"{file} has {found} bytes, {facts.num_bytes} were saved; remove {checkpoint} to go on before it"
+            )
+    return manifest
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> tuple[Tensor, ...]:
-    """Copies a checkpoint into model and optimizer, in place, and returns the RNG state for the caller to set.
-
-    Everything is compared before anything is written: ResumeError leaves model and optimizer as they were.
-    """
-    manifest = _read_manifest(checkpoint)
-    model_file, optimizer_file, rng_file = (checkpoint / name for name in _FILES)
-    wanted, ties = model_tensors(model)
-    states = optimizer_tensors(model, optimizer)
-    check_same(model_file, wanted)
-    check_same(optimizer_file, states)
-    if ties != manifest["ties"]:
-        raise ResumeError(
-            f"{checkpoint} has {len(manifest['ties'])} tied parameters {_names(manifest['ties'])}, this model has "
-            f"{len(ties)} {_names(ties)}; resume with the recipe that saved it, or use another run_folder"
-        )
-    rng = read_tensors(rng_file)
-    if missing := [number for number in range(len(rng)) if str(number) not in rng]:
-        raise ResumeError(f"{rng_file} lacks the state of generator {missing[0]}; use an older checkpoint")
-    copy_into(model_file, wanted)
-    copy_into(optimizer_file, states)
-    return tuple(rng[str(number)] for number in range(len(rng)))
-
-
-def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+def _read_values(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / _MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ResumeError(f"{checkpoint} has no {_MANIFEST}: {_NOT_OURS}") from None
     except (OSError, ValueError) as error:
         raise ResumeError(f"{path} cannot be read ({error}): {_NOT_OURS}") from None
-    if (
-        not isinstance(manifest, dict)
-        or manifest.get("format") != _FORMAT_NAME
-        or not isinstance(manifest.get("version"), int)
-    ):
+    if not isinstance(values, dict) or values.get("format") != _FORMAT_NAME or type(values.get("version")) is not int:
         raise ResumeError(f"{path} is not of format {_FORMAT_NAME}: {_NOT_OURS}")
-    if manifest["version"] > VERSION:
-        raise ResumeError(
-            f"{checkpoint} is of format version {manifest['version']}, this trainfit reads up to {VERSION}; upgrade it"
-        )
-    if missing := sorted({"ties", "file_bytes", "file_sha256", *(f.name for f in fields(RunState))} - manifest.keys()):
-        raise ResumeError(f"{path} lacks {missing[0]}: {_NOT_OURS}")
-    for name in _FILES:
-        _check_file(checkpoint, name, manifest)
-    return manifest
+    if (version := values["version"]) != VERSION:
+        move = "upgrade it" if version > VERSION else "go on with the trainfit that saved it"
+        raise ResumeError(f"{checkpoint} is of format version {version}, this trainfit reads version {VERSION}; {move}")
+    return values
 
 
-def _check_file(checkpoint: Path, name: str, manifest: Mapping[str, Any]) -> None:
-    """Raises ResumeError for a file that is not, to the bit, what was saved."""
-    file = checkpoint / name
+def read_index(checkpoint: Path) -> Index:
+    """Raises ResumeError when it is damaged."""
     try:
-        saved_bytes, saved_sha256 = manifest["file_bytes"][name], manifest["file_sha256"][name]
-    except (KeyError, TypeError):
-        raise ResumeError(f"{checkpoint / _MANIFEST} says nothing of {name}: {_NOT_OURS}") from None
-    found = file.stat().st_size if file.is_file() else 0
-    if found != saved_bytes:
-        raise ResumeError(f"{file} has {found} bytes, {saved_bytes} were saved; remove {checkpoint} to go on before it")
-    if _sha256(file) != saved_sha256:
-        raise ResumeError(f"{file} is not what was saved (SHA-256 differs); remove {checkpoint} to go on before it")
+        return index_from_json(json.loads((checkpoint / _INDEX).read_text(encoding="utf-8")))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise _damaged(checkpoint / _INDEX, error) from None
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def check_files(checkpoint: Path, manifest: Manifest, *, only: slice = slice(None), kind: str = "") -> None:
+    """Raises ResumeError for a file that is not, to the bit, what was saved.
+
+    only: which of them, in order of their names: a rank reads its share. kind: files whose names begin so.
+    """
+    for name in [name for name in sorted(manifest.files) if name.startswith(kind)][only]:
+        if facts_of(checkpoint / name) != manifest.files[name]:
+            raise ResumeError(
+                f"{checkpoint / name} is not what was saved (SHA-256 differs); remove {checkpoint} to go on before it"
+            )
 
 
-def _names(ties: Mapping[str, str]) -> str:
-    return f"({', '.join(sorted(ties)[:2])})" if ties else ""
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _damaged(path: Path, error: Exception) -> ResumeError:
+    return ResumeError(f"{path} is damaged ({error}); remove {path.parent} to go on before it")

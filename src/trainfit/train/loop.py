@@ -15,8 +15,9 @@ import torch
 
 from trainfit.errors import RecipeError, ResumeError
 from trainfit.hardware import Accelerator, Launch
+from trainfit.hardware.together import together
 from trainfit.step import Strategy, build_step
-from trainfit.train.checkpoint import RunState, load_checkpoint, read_state
+from trainfit.train.checkpoint import RunState, read_state
 from trainfit.train.data import TextData, prepare_data
 from trainfit.train.events import Archived, Event, Preparing, Resumed, Started, TrainReport
 from trainfit.train.measured import MeasuredUpdate
@@ -75,7 +76,7 @@ def train(
         setup.on_event(_started(run, workload, baseline))
         metrics = _metrics(run, launch)
         stack.enter_context(metrics)
-        with _deferred_interrupt() as stop:
+        with _deferred_interrupt() as stop, run.checkpoints:
             interrupted = run.go(metrics, stop, measured)
         report = run.report(interrupted=interrupted, unigram_loss=baseline, total_seconds=time.perf_counter() - began)
         if not interrupted and launch.is_first:
@@ -151,7 +152,7 @@ class _Setup:
 
 
 def _saved_state(recipe: Recipe, folder: RunFolder) -> RunState:
-    state = read_state(folder.latest_checkpoint())
+    state = together(lambda: read_state(folder.latest_checkpoint()))[0]
     kept = [key for key in _KEPT_ON_RESUME if state.recipe.get(key) != recipe.to_json()[key]]
     if kept:
         old = {key: state.recipe.get(key) for key in kept}
@@ -174,8 +175,9 @@ def _restore(run: Run, saved: RunState) -> None:
     checkpoint = run.folder.latest_checkpoint()
     if saved.step >= run.steps:
         raise ResumeError(f"{checkpoint} is at step {saved.step} of {run.steps}: the run is over; raise steps to go on")
-    rng = load_checkpoint(checkpoint, run.step.model, run.step.optimizer)
-    run.accelerator.rng.set_state(rng)
+    restored = run.checkpoints.load(checkpoint, run.step.model, run.step.optimizer)
+    restored.set_rng(run.accelerator)
+    run.step.notes += restored.notes
     run.step_number, run.position, run.tokens = saved.step, saved.position, saved.tokens
     run.checkpoint = checkpoint
     changed = tuple(changed_keys(saved.recipe, run.recipe.to_json()))

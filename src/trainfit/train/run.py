@@ -8,13 +8,11 @@ from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from trainfit.errors import TrainfitError
 from trainfit.hardware import Accelerator
 from trainfit.profile import Profile
 from trainfit.step import StepResult, TrainStep
-from trainfit.train.checkpoint import RunState, save_checkpoint
+from trainfit.train.checkpoint import RunState
 from trainfit.train.data import TextData
 from trainfit.train.evaluate import held_out_loss
 from trainfit.train.events import Evaluated, Event, Interrupted, Measured, Saved, StepDone, TrainReport
@@ -23,6 +21,7 @@ from trainfit.train.metrics import MetricsWriter, NoMetrics
 from trainfit.train.packing import Indices, Position, windows
 from trainfit.train.recipe import Recipe
 from trainfit.train.run_folder import RunFolder
+from trainfit.train.saving import Checkpoints
 from trainfit.train.schedule import learning_rate_at
 from trainfit.workload.batch import MicroBatch
 
@@ -52,6 +51,13 @@ class Run:
         self.checkpoint: Path | None = None
         self.last_loss: float | None = None
         self.last_held_out_loss: float | None = None
+        self.checkpoints = Checkpoints(
+            folder.checkpoints,
+            step.ranks,
+            keep=recipe.save.keep,
+            asynchronous=not accelerator.shares_host_memory,
+            on_saved=self._saved,
+        )
         self._updates = 0  # of this process, unlike step_number
         self._seconds, self._timed_tokens, self._timed_seconds = 0.0, 0, 0.0
 
@@ -154,17 +160,11 @@ class Run:
     def _save(self) -> None:
         recipe = self.recipe
         state = RunState(self.step_number, self.position, self.tokens, recipe.to_json(), recipe.hash, self.plan_hash)
-        rng = self.accelerator.rng.get_state()
-        try:
-            self.checkpoint = save_checkpoint(
-                self.folder.checkpoints, state, self.step.model, self.step.optimizer, rng, keep=recipe.save.keep
-            )
-        except (OSError, SafetensorError) as error:
-            raise TrainfitError(
-                f"cannot save step {self.step_number} to {self.folder.checkpoints} ({error}); free some space there; "
-                f"the last checkpoint is {self.checkpoint or 'not there'}"
-            ) from error
-        self.on_event(Saved(self.step_number, self.checkpoint))
+        self.checkpoints.save(state, self.step.model, self.step.optimizer, self.accelerator.rng.get_state())
+
+    def _saved(self, step: int, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.on_event(Saved(step, checkpoint))
 
     def report(self, *, interrupted: bool, unigram_loss: float, total_seconds: float) -> TrainReport:
         """What the run came to."""

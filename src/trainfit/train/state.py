@@ -1,24 +1,47 @@
-"""The tensors of a model and its optimizer by name, and how a file of them is compared and copied back."""
+"""The tensors of a model and its optimizer by name, and how they are compared with saved ones.
+
+Names are those of the whole model whatever the mesh: "model/<name>" and "optimizer/<state>.<name of its parameter>",
+so that neither the ranks, nor the stage, nor the order or grouping of parameters matters to a checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainfit.errors import ModelError, ResumeError
+from trainfit.train.storage import DTYPE_NAMES
+
+MODEL, OPTIMIZER, RNG = "model/", "optimizer/", "rng/"
 
 
-def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by name, each object once, and the other names of those that are tied.
+@dataclass(frozen=True)
+class Kind:
+    """Global shape and safetensors dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        return cls(tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
+
+
+def run_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """This rank's tensors by name, each object once, and the other names of parameters that are tied.
 
     Raises ModelError for state that is not a tensor.
     """
+    # The model first: asked for its state, FSDP puts shards in the place of parameters that are still gathered.
+    tensors, ties = _model_tensors(model)
+    return {**tensors, **_optimizer_tensors(model, optimizer)}, ties
+
+
+def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     first_name: dict[int, str] = {}
@@ -29,55 +52,75 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             ties[name] = first_name[id(value)]
         else:
             first_name[id(value)] = name
-            tensors[name] = value
+            tensors[MODEL + name] = value
     return tensors, ties
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """States as "parameter/key": by name, so that neither the order nor the grouping of parameters matters."""
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[id(parameter)]}/{key}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the host. Raises ResumeError when it is not one."""
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise ResumeError(
-            f"{path} is damaged ({error}); remove its folder to go on from the checkpoint before"
-        ) from None
+    tensors: dict[str, Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or id(parameter) not in names:
+                where = names.get(id(parameter), "a parameter that is not the model's")
+                raise ModelError(f"optimizer state {key} of {where} is a {type(value).__name__} and cannot be saved")
+            tensors[f"{OPTIMIZER}{key}.{names[id(parameter)]}"] = value
     return tensors
 
 
-def check_same(path: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Raises ResumeError, with names and shapes, unless the file at path holds exactly the tensors wanted."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ResumeError(
-            f"{path} is damaged ({error}); remove its folder to go on from the checkpoint before"
-        ) from None
-    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    if saved == shapes:
-        return
-    differing = sorted(name for name in saved.keys() & shapes.keys() if saved[name] != shapes[name])
-    parts = [f"{name} is {saved[name]} there and {shapes[name]} here" for name in differing[:1]]
-    for place, names in (("only there", saved.keys() - shapes.keys()), ("only here", shapes.keys() - saved.keys())):
+def other_names(saved: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
+    """Names that tied parameters and their states could be asked for by, and the saved name of each."""
+    aliases: dict[str, list[str]] = {}
+    for alias, name in ties.items():
+        aliases.setdefault(name, []).append(alias)
+    others: dict[str, str] = {}
+    for full_name in saved:
+        prefix, name = split_name(full_name)
+        others |= {prefix + alias: full_name for alias in aliases.get(name, ())}
+    return others
+
+
+def split_name(full_name: str) -> tuple[str, str]:
+    """("model/" or "optimizer/<state>.", name of the parameter or buffer)."""
+    if not full_name.startswith(OPTIMIZER):
+        kind, slash, name = full_name.partition("/")
+        return kind + slash, name
+    state, dot, name = full_name.partition(".")  # a state's name has no dot
+    return state + dot, name
+
+
+def check_same(checkpoint: Path, saved: Mapping[str, Kind], wanted: Mapping[str, Kind]) -> None:
+    """Raises ResumeError, with names and shapes, unless exactly the tensors wanted on some rank were saved."""
+    for prefix in (MODEL, OPTIMIZER):
+        there = {name.removeprefix(prefix): kind for name, kind in saved.items() if name.startswith(prefix)}
+        here = {name.removeprefix(prefix): kind for name, kind in wanted.items() if name.startswith(prefix)}
+        if there != here:
+            raise ResumeError(
+                f"{checkpoint} is of another {prefix[:-1]}: {_differences(there, here)}; "
+                "resume with the recipe that saved it, or use another run_folder"
+            )
+
+
+def _differences(there: Mapping[str, Kind], here: Mapping[str, Kind]) -> str:
+    differing = sorted(name for name in there.keys() & here.keys() if there[name] != here[name])
+    reshaped = [name for name in differing if there[name].shape != here[name].shape]
+    what = "shape" if reshaped or not differing else "dtype"
+    parts = [f"{len(differing)} of {len(here)} tensors differ in {what}"]
+    for name in (reshaped or differing)[:1]:
+        parts.append(f"{name} is {getattr(there[name], what)} there and {getattr(here[name], what)} here")
+    for place, names in (("only there", there.keys() - here.keys()), ("only here", here.keys() - there.keys())):
         parts += [f"{len(names)} {place} such as {min(names)}"] if names else []
-    raise ResumeError(
-        f"{path} is of another model: {len(differing)} of {len(shapes)} tensors differ in shape, {', '.join(parts)}; "
-        "resume with the recipe that saved it, or use another run_folder"
-    )
+    return ", ".join(parts)
 
 
-def copy_into(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """Copies the file's tensors into targets one at a time, so that no second model is ever in memory."""
-    with torch.no_grad(), safe_open(path, framework="pt") as file:
-        for name, target in targets.items():
-            target.copy_(file.get_tensor(name))
+def check_ties(checkpoint: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raises ResumeError where parameters that were one are now two, or the other way round."""
+    if saved != here:
+        raise ResumeError(
+            f"{checkpoint} has {len(saved)} tied parameters {_some(saved)}, this model has {len(here)} {_some(here)}; "
+            "resume with the recipe that saved it, or use another run_folder"
+        )
+
+
+def _some(ties: Mapping[str, str]) -> str:
+    return f"({', '.join(sorted(ties)[:2])})" if ties else ""
