@@ -75,8 +75,24 @@ class Zero:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind that one rank takes part in during one optimizer step.
+
+    bytes: the sum of payloads, whatever the number of ranks: of an all-gather its whole output, of a reduce-scatter
+        its whole input, of the others the tensors themselves.
+    group_sizes: how many ranks took part, each size once.
+    seconds: what the links need for them, one after another, as rings.
+    """
+
+    count: int
+    bytes: int
+    group_sizes: tuple[int, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Profile:
-    """Bytes and seconds of one optimizer step that is not the first.
+    """Bytes and seconds of one optimizer step that is not the first, on one rank.
 
     peak_bytes: everything live at the peak, parameters and optimizer states included.
     peak_phase, peak_place: the phase it falls in, and the operator or module that was running.
@@ -84,6 +100,10 @@ class Profile:
     categories: live bytes at the peak by category; they add up to peak_bytes.
     resident_bytes: what stays live between steps.
     step_seconds, phase_seconds: time of the whole step and of each phase; 0.0 where nobody measured it.
+    rank: whose profile this is.
+    collectives: by kind: all_gather, reduce_scatter, all_reduce, send, ...; empty where nobody counted.
+    communication_seconds: what the links need for all of them. exposed_communication_seconds: as much of it as no
+        computation hides, which is part of step_seconds.
     """
 
     peak_bytes: int
@@ -94,10 +114,23 @@ class Profile:
     resident_bytes: int
     step_seconds: float = 0.0
     phase_seconds: Mapping[Phase, float] = field(default_factory=dict)
+    rank: int = 0
+    collectives: Mapping[str, Collective] = field(default_factory=dict)
+    communication_seconds: float = 0.0
+    exposed_communication_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain dict with the documented keys of `rehearse --json` and `measure --json`."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+        """The inverse of to_json. Raises TypeError for keys that a profile does not have."""
+        collectives = {
+            kind: Collective(**{**each, "group_sizes": tuple(each["group_sizes"])})
+            for kind, each in data.get("collectives", {}).items()
+        }
+        return cls(**{**data, "collectives": collectives})
 
 
 @dataclass(frozen=True)

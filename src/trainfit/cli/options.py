@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
 from trainfit.errors import RecipeError
+from trainfit.profile import Mesh, Zero
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Built-in name, Hugging Face config.json or its folder, or a recipe.")
@@ -28,6 +32,15 @@ ActivationOption = Annotated[
     ),
 ]
 LossChunksOption = Annotated[str, typer.Option(metavar="N|auto", help="Chunks in which head and loss are computed.")]
+DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that run the step together, a process each.")]
+ZeroStageOption = Annotated[
+    int, typer.Option(metavar="0|1|2|3", help="What they share: nothing, optimizer states, gradients, parameters.")
+]
+TensorOption = Annotated[int, typer.Option(metavar="T", help="Devices that split each matrix.")]
+PipelineOption = Annotated[int, typer.Option(metavar="P", help="Stages of consecutive blocks.")]
+ReplicateOption = Annotated[
+    int | None, typer.Option(metavar="R", show_default="1; at stage 0 all that is left", help="Copies of the model.")
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", show_default="this machine", help="A device that `trainfit devices` lists."),
@@ -41,6 +54,7 @@ MAX_SEQ_LEN = 2**24
 MAX_MICRO_BATCH_TOKENS = 2**30  # beyond it the bytes of an attention matrix pass 2**63
 MAX_ACCUMULATION = 2**16
 MAX_STEPS = 10_000
+MAX_DEVICES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -54,11 +68,98 @@ class StepOptions:
     precision: str | None = None
     activation: str = "keep"
     loss_chunks: str = "1"
+    devices: int = 1
+    zero_stage: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    replicate: int | None = None
 
     def __post_init__(self) -> None:
         check_range("--seq-len", self.seq_len, 1, MAX_SEQ_LEN)
         check_range("--micro-batch", self.micro_batch, 1, MAX_MICRO_BATCH_TOKENS // (self.seq_len or 1))
         check_range("--accumulation", self.accumulation, 1, MAX_ACCUMULATION)
+        check_range("--devices", self.devices, 1, MAX_DEVICES)
+        check_range("--zero-stage", self.zero_stage, 0, 3)
+        for name in ("tensor", "pipeline", "replicate"):
+            check_range(f"--{name}", getattr(self, name), 1, self.devices)
+        self.mesh_and_zero()
+
+    def mesh_and_zero(self) -> tuple[Mesh, Zero]:
+        """Tensor, pipeline and copies as given, and what is left of the devices sharded, or replicas at stage 0."""
+        split = self.tensor * self.pipeline
+        data, rest = divmod(self.devices, split)
+        if rest:
+            raise RecipeError(
+                f"--devices {self.devices} is no multiple of --tensor {self.tensor} x --pipeline {self.pipeline}; "
+                f"give {split * max(1, data)} or {split * (data + 1)}"
+            )
+        if self.zero_stage == 0:
+            if self.replicate not in (None, data):
+                raise RecipeError(
+                    f"--zero-stage 0 makes {data} replicas on these {self.devices} devices, not --replicate "
+                    f"{self.replicate}; leave it out, or shard the rest with --zero-stage 1, 2 or 3"
+                )
+            return Mesh(self.pipeline, data, 1, self.tensor), Zero(0)
+        copies = self.replicate or 1
+        shard, rest = divmod(data, copies)
+        if rest:
+            raise RecipeError(f"--replicate {copies} does not divide the {data} devices that tensor and pipeline leave")
+        if shard == 1:
+            raise RecipeError(
+                f"--zero-stage {self.zero_stage} has 1 device to share over: {self.devices} devices / (tensor "
+                f"{self.tensor} x pipeline {self.pipeline} x replicate {copies}); give more --devices or --zero-stage 0"
+            )
+        return Mesh(self.pipeline, copies, shard, self.tensor), Zero(self.zero_stage)
+
+
+_STEP: dict[str, Any] = {
+    "model": ModelArgument,
+    "seq_len": SeqLenOption,
+    "micro_batch": MicroBatchOption,
+    "accumulation": AccumulationOption,
+    "precision": PrecisionOption,
+    "activation": ActivationOption,
+    "loss_chunks": LossChunksOption,
+}
+_MESH: dict[str, Any] = {
+    "devices": DevicesOption,
+    "zero_stage": ZeroStageOption,
+    "tensor": TensorOption,
+    "pipeline": PipelineOption,
+    "replicate": ReplicateOption,
+}
+
+
+def takes_step(*, mesh: bool) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Turns verb(options: StepOptions, *, ...) into a command with MODEL, the options of one step and the verb's own.
+
+    mesh: whether the step may run on several devices.
+    """
+    shared = {**_STEP, **(_MESH if mesh else {})}
+    defaults = {each.name: each.default for each in fields(StepOptions)}
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=annotation,
+            default=inspect.Parameter.empty if defaults[name] is MISSING else defaults[name],
+        )
+        for name, annotation in shared.items()
+    ]
+
+    def decorate(verb: Callable[..., int]) -> Callable[..., int]:
+        @wraps(verb)
+        def command(**values: Any) -> int:
+            options = StepOptions(**{name: values.pop(name) for name in shared})
+            return verb(options, **values)
+
+        own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
+        signature = inspect.Signature([*parameters, *own], return_annotation=int)
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        command.__annotations__ = {}
+        return command
+
+    return decorate
 
 
 def check_range(option: str, value: int | None, lowest: int, highest: int) -> None:

@@ -97,7 +97,8 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware) 
     micro_batch = options.micro_batch or 1
     tiers = parse_tiers(options.activation, len(workload.anatomy().blocks))
     chunks, chunk_notes = _loss_chunks(options.loss_chunks, workload, micro_batch * workload.seq_len)
-    strategy = Strategy(micro_batch, options.accumulation, precision, tiers, chunks)
+    mesh, zero = options.mesh_and_zero()
+    strategy = Strategy(micro_batch, options.accumulation, precision, tiers, chunks, mesh=mesh, zero=zero)
     return Setup(workload, strategy, notes=(*notes, *chunk_notes))
 
 

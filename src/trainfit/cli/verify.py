@@ -9,19 +9,7 @@ import typer
 
 from trainfit.cli.answer import print_answer
 from trainfit.cli.console import notes, status
-from trainfit.cli.options import (
-    AccumulationOption,
-    ActivationOption,
-    JsonOption,
-    LocalDeviceOption,
-    LossChunksOption,
-    MicroBatchOption,
-    ModelArgument,
-    PrecisionOption,
-    SeqLenOption,
-    StepOptions,
-    check_range,
-)
+from trainfit.cli.options import JsonOption, LocalDeviceOption, StepOptions, check_range, takes_step
 from trainfit.errors import TrainfitError
 
 if TYPE_CHECKING:
@@ -32,17 +20,9 @@ MAX_STEPS = 1000
 StepsOption = Annotated[int, typer.Option(metavar="N", help="Optimizer steps that are compared.")]
 
 
+@takes_step(mesh=False)
 def verify(
-    model: ModelArgument,
-    seq_len: SeqLenOption = None,
-    micro_batch: MicroBatchOption = None,
-    accumulation: AccumulationOption = 1,
-    precision: PrecisionOption = None,
-    activation: ActivationOption = "keep",
-    loss_chunks: LossChunksOption = "1",
-    device: LocalDeviceOption = None,
-    steps: StepsOption = 2,
-    json: JsonOption = False,
+    options: StepOptions, *, device: LocalDeviceOption = None, steps: StepsOption = 2, json: JsonOption = False
 ) -> int:
     """Compare losses and gradients of the step with those of plain training on the same weights and tokens.
 
@@ -51,15 +31,14 @@ def verify(
     [dim]trainfit verify recipes/quickstart.yaml[/]
     """
     check_range("--steps", steps, 1, MAX_STEPS)
-    options = StepOptions(model, seq_len, micro_batch, accumulation, precision, activation, loss_chunks)
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import local_device, open_recipe, prepare, require_free
         from trainfit.rehearsal import verify as run_verify
         from trainfit.report import verify_view
 
-        recipe = open_recipe(model)
+        recipe = open_recipe(options.model)
         here, hardware = local_device(device, recipe)
-        say(f"Building {model}")
+        say(f"Building {options.model}")
         setup = prepare(options, recipe, hardware, say)
         require_free(_needed_bytes(setup, hardware), here, "comparing with plain training")
         say(f"Running {steps} steps of {setup.workload.name}, planned and plain")

@@ -56,12 +56,18 @@ def _measured_spec(kind: Kind, num_threads: int) -> DeviceSpec:
         memory_bytes=_total(device),
         tflops={precision: _matmul_tflops(device, precision) for precision in device.precisions},
         memory_bandwidth=_copy_bandwidth(device),
-        link_bandwidth=None,
+        link_bandwidth=_link(kind),
         overhead_bytes=_overhead(kind),
         allocation_granularity=1 if kind == "cpu" else 512,
         launch_seconds=_launch_seconds(device),
         efficiency=Figure(1.0, "tflops is what a large matmul reached here, not a peak", "medium"),
     )
+
+
+def _link(kind: Kind) -> Figure:
+    if kind == "cpu":
+        return Figure(1e9, "assumed: gloo between processes of one machine, over its loopback interface", "low")
+    return Figure(16e9, "assumed: PCIe 3.0 x16, one direction, of an unknown device", "low")
 
 
 def _overhead(kind: Kind) -> Figure:

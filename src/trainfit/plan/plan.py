@@ -94,7 +94,7 @@ class Plan:
                 device=data["device"],
                 workload=data["model"],
                 strategy=Strategy.from_json(data["chosen"]["strategy"]),
-                predicted=Profile(**data["chosen"]["predicted"]),
+                predicted=Profile.from_json(data["chosen"]["predicted"]),
                 plain=Alternative.from_json(data["plain"]),
                 alternatives=tuple(Alternative.from_json(each) for each in data["alternatives"]),
                 reason=data["reason"],

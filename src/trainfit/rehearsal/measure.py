@@ -6,16 +6,21 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from trainfit.errors import DeviceError
 from trainfit.hardware import Accelerator
-from trainfit.profile import CATEGORIES, Category, Profile
+from trainfit.profile import CATEGORIES, Category, Collective, Profile
+from trainfit.rehearsal.collectives import CollectiveCounter, tally
+from trainfit.rehearsal.processes import run_on_ranks
 from trainfit.rehearsal.recording import DevicePhases, Recording, StepRecorder, record_host
 from trainfit.rehearsal.rehearse import optimizer_states, resident_parameters
-from trainfit.rehearsal.tracker import storage_bytes
+from trainfit.rehearsal.tracker import local_tensor, storage_bytes
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.workload import Workload
 from trainfit.workload.batch import MicroBatch
@@ -30,13 +35,45 @@ def measure(
     max_grad_norm: float | None = 1.0,
     seed: int = 0,
 ) -> Profile:
-    """Bytes of the second step and the median seconds of `steps` more (of itself for 0), on random tokens."""
+    """Bytes of the second step and the median seconds of `steps` more (of itself for 0), on random tokens.
+
+    With a mesh, of the rank with the highest peak; see measure_ranks.
+    """
+    if strategy.mesh.size > 1:
+        profiles = measure_ranks(workload, strategy, device, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
+        return max(profiles, key=lambda profile: profile.peak_bytes)
+    return _measure_here(device, workload, strategy, steps, max_grad_norm, seed)
+
+
+def measure_ranks(
+    workload: Workload,
+    strategy: Strategy,
+    device: Accelerator,
+    *,
+    steps: int = 3,
+    max_grad_norm: float | None = 1.0,
+    seed: int = 0,
+) -> list[Profile]:
+    """measure() on every rank of the strategy's mesh, by rank. Starts their processes on this machine.
+
+    device: one of the kind to run on; each rank takes one of its own. Raises DeviceError in a process that is a rank
+    already and where devices are missing, ModelError for a workload that cannot be pickled.
+    """
+    if dist.is_initialized():
+        raise DeviceError("measure() starts its ranks itself; call it from a single process, not under torchrun")
+    arguments = (workload, strategy, steps, max_grad_norm, seed)
+    return run_on_ranks(_measure_here, strategy.mesh.size, device.kind, *arguments)
+
+
+def _measure_here(
+    device: Accelerator, workload: Workload, strategy: Strategy, steps: int, max_grad_norm: float | None, seed: int
+) -> Profile:
     gc.collect()  # what dies of itself while the step is recorded would count as freed by it
     torch.manual_seed(seed)
     recorded = RecordedRun(device)
     with recorded:
         step = build_step(workload, strategy, device, max_grad_norm=max_grad_norm)
-        batches = random_window(workload, strategy, seed=seed)
+        batches = random_window(workload, strategy, seed=seed + step.ranks.data_index)
         step(batches)
         recorded.watch(step, lambda: step(batches))
     seconds = [_seconds(lambda: step(batches), device) for _ in range(steps)]
@@ -50,28 +87,35 @@ class RecordedRun:
         self.device = device
         self.recording = Recording()
         self._recorder = StepRecorder()
-        on_host = device.kind == "cpu"
-        self._host: AbstractContextManager[None] = (
-            record_host(self._recorder, self.recording) if on_host else nullcontext()
-        )
+        self._on_host = device.kind == "cpu"
+        self._collectives = CollectiveCounter(settles=self._on_host)
+        self._entered = ExitStack()
+        self.collectives: dict[str, Collective] = {}
 
     def __enter__(self) -> RecordedRun:
-        self._host.__enter__()
+        with ExitStack() as entering:
+            if self._on_host:
+                entering.enter_context(record_host(self._recorder, self.recording))
+            if dist.is_initialized():
+                entering.enter_context(self._collectives)
+            self._entered = entering.pop_all()
         return self
 
-    def __exit__(self, *details: object) -> None:
-        self._host.__exit__(*details)  # type: ignore[arg-type]
+    def __exit__(self, *details: Any) -> None:
+        self._entered.__exit__(*details)
 
     def watch(self, step: TrainStep, run: Callable[[], object]) -> None:
         """Run the step that is to be recorded."""
-        phases = self._recorder if self.device.kind == "cpu" else DevicePhases(self.device, self.recording)
+        phases = self._recorder if self._on_host else DevicePhases(self.device, self.recording)
         previous, step.observer = step.observer, phases.observe
+        self._collectives.calls.clear()
         phases.start()
         try:
             run()
         finally:
             step.observer = previous
             phases.stop()
+            self.collectives = tally(self._collectives.calls)
 
     def profile(self, step: TrainStep, *, step_seconds: float | None = None) -> Profile:
         """The recording as a Profile.
@@ -89,6 +133,8 @@ class RecordedRun:
             resident_bytes=recording.end_bytes,
             step_seconds=step_seconds if step_seconds is not None else sum(recording.phase_seconds.values()),
             phase_seconds=recording.phase_seconds,
+            rank=step.ranks.rank,
+            collectives=self.collectives,
         )
 
 
@@ -97,7 +143,7 @@ def _categories(step: TrainStep, recording: Recording) -> dict[Category, int]:
     categories["parameters"] = storage_bytes(resident_parameters(step))
     categories["optimizer"] = storage_bytes(optimizer_states(step))
     if recording.peak_phase == "optimizer":
-        categories["gradients"] = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+        categories["gradients"] = sum(local_tensor(p).nbytes for p in step.model.parameters() if p.requires_grad)
     categories["temporary"] = recording.peak_bytes - sum(categories.values())
     return categories
 

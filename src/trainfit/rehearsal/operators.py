@@ -4,22 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainfit.profile import Precision
 from trainfit.rehearsal.host_scratch import scratch_bytes
 
+# Collectives without a fake kernel; they return nothing but the handle to wait for.
+_WITHOUT_FAKE_KERNEL = frozenset(
+    {
+        "c10d::allreduce_coalesced_",
+        "c10d::allgather_coalesced_",
+        "c10d::allgather_into_tensor_coalesced_",
+        "c10d::reduce_scatter_tensor_coalesced_",
+    }
+)
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 # Where the query and is_causal stand among the arguments, and how many matmuls over the scores the kernel does.
 _HOST_ATTENTION: Mapping[Any, tuple[int, int, int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 4, 2),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7, 5),
 }
+# gloo copies these arguments, all of them, into a buffer of its own: flattened to gather, cloned to reduce.
+_GLOO_COPIES: Mapping[str, int] = {
+    "c10d::_allgather_base_": 0,
+    "c10d::allgather_": 0,
+    "c10d::_reduce_scatter_base_": 1,
+    "c10d::allreduce_coalesced_": 0,
+    "_c10d_functional::reduce_scatter_tensor": 0,
+}
+_GLOO_GATHER = "_c10d_functional::all_gather_into_tensor"
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _DTYPES: Mapping[torch.dtype, Precision] = {
     torch.float32: "fp32",
@@ -32,7 +54,29 @@ def fake_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """func(*args), also where only its fake kernel refuses what the real one runs."""
     if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
+    if func._schema.name in _WITHOUT_FAKE_KERNEL and any(isinstance(t, FakeTensor) for t in tree_leaves(args)):
+        return FakeWork().boxed()
     return func(*args, **kwargs)
+
+
+class FakeKernels(TorchDispatchMode):
+    """fake_result for everything that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(leaves_to_its_handler, types)):
+            return NotImplemented
+        return fake_result(func, args, kwargs or {})
+
+
+@cache
+def leaves_to_its_handler(kind: type) -> bool:
+    """Whether modes let a class of tensors go first: its handler computes on tensors inside, as DTensor's does."""
+    return is_traceable_wrapper_subclass_type(kind)
 
 
 def _grouped_mm(first: Tensor, second: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
@@ -55,7 +99,14 @@ def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """What an operator allocates inside and frees before it returns, on a CPU, where that is known.
 
     In-place addition of another dtype casts the addend first: TensorIterator does so on CPUs, device kernels do not.
+    A CPU's collectives are gloo's.
     """
+    name = func._schema.name
+    if name in _GLOO_COPIES:
+        copied = (leaf for leaf in tree_leaves(args[_GLOO_COPIES[name]]) if isinstance(leaf, Tensor))
+        return sum(tensor.numel() * tensor.element_size() for tensor in copied)
+    if name == _GLOO_GATHER:
+        return int(args[0].numel() * args[0].element_size() * args[1])
     if func is _ADD_IN_PLACE and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
         return int(args[1].numel() * args[0].element_size())
     return scratch_bytes(func, args)

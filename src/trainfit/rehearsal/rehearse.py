@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
-from trainfit.errors import ModelError, TrainfitError
-from trainfit.hardware import Hardware, accelerator
-from trainfit.profile import Phase, Profile
-from trainfit.rehearsal.operators import OperatorCost
+from trainfit.errors import ModelError, RecipeError, TrainfitError
+from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
+from trainfit.hardware.ranks import fake_process_group
+from trainfit.profile import Mesh, Phase, Profile
+from trainfit.rehearsal.operators import FakeKernels, OperatorCost
+from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.tracker import StorageTracker
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.workload import Workload
@@ -24,27 +28,78 @@ def rehearse(
     strategy: Strategy,
     hardware: Hardware,
     *,
+    rank: int = 0,
     max_grad_norm: float | None = 1.0,
     micro_batches: Sequence[MicroBatch] | None = None,
 ) -> Profile:
-    """Bytes and seconds of one optimizer step, from the step itself.
+    """Bytes and seconds of one optimizer step on one rank, from the step itself.
 
-    By default every micro batch is full: (micro_batch_size, seq_len). Of a full window only the last micro batch runs,
-    on gradients that the others have left: no earlier one needs as much, and each takes as long. micro_batches, of any
-    shapes, all run. Optimizer states exist from the start, so the first step is like any other. Raises DeviceError for
-    a precision that the device lacks, RecipeError for tiers that are not as many as blocks.
+    By default every micro batch is full: (micro_batch_size, seq_len). Of a full window not all run, see
+    NOTE [ Micro batches that wait ]. micro_batches, of any shapes, all run. Optimizer states exist from the start, so
+    the first step is like any other. Raises DeviceError for a precision that the device lacks and for several ranks in
+    a process that is one already, RecipeError for tiers that are not as many as blocks and for a rank that is not
+    there.
     """
     hardware.require(strategy.precision)
-    with fake_tensors():
-        step = build_step(workload, strategy, accelerator("cpu"), max_grad_norm=max_grad_norm)
+    if not 0 <= rank < strategy.mesh.size:
+        raise RecipeError(
+            f"rank {rank} of {strategy.mesh.size} is not there; give one from 0 to {strategy.mesh.size - 1}"
+        )
+    with fake_ranks(strategy.mesh, rank) as ranks, fake_tensors():
+        step = build_step(workload, strategy, accelerator("cpu"), max_grad_norm=max_grad_norm, ranks=ranks)
         if micro_batches is not None:
             return watch_step(step, micro_batches, hardware)
-        if strategy.accumulation_steps > 1:
+        return _watch_full_window(step, workload, hardware)
+
+
+def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) -> Profile:
+    """NOTE [ Micro batches that wait ]
+
+    A single process runs the last micro batch, on gradients that the others have left: no earlier one needs as much,
+    and each takes as long. Ranks talk at other times in the first, the middle ones and the last, so these three run,
+    and the middle one counts for all like it. Stages of a pipeline have several micro batches under way: all run.
+    """
+    strategy = step.strategy
+    steps = strategy.accumulation_steps
+    if strategy.mesh.size == 1:
+        if steps > 1:
             for parameter in step.model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        return watch_step(
-            step, [full_micro_batch(workload, strategy)], hardware, waiting=strategy.accumulation_steps - 1
-        )
+        return watch_step(step, [full_micro_batch(workload, strategy)], hardware, waiting=steps - 1)
+    all_run = strategy.mesh.pipeline > 1
+    running = steps if all_run else min(steps, 3)
+    batches = [full_micro_batch(workload, strategy) for _ in range(running)]
+    with FakeKernels(), model_errors():
+        _set_up(step, batches if all_run else [])
+    return watch_step(step, batches, hardware, waiting=steps - running, like=min(1, running - 1))
+
+
+def _set_up(step: TrainStep, batches: Sequence[MicroBatch]) -> None:
+    """What the first step makes and later ones find there.
+
+    FSDP's buffers for gathered parameters, and on fake tensors its shards' padding once more; the buffers of pipeline
+    stages, for which the batches have to run.
+    """
+    for module in step.root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+    if batches:
+        step(batches)
+
+
+@contextmanager
+def fake_ranks(mesh: Mesh, rank: int) -> Iterator[Ranks]:
+    """One rank of a mesh whose others are not there. Enter it before fake_tensors()."""
+    if mesh.size == 1:
+        yield Ranks()
+        return
+    numbers = random.getstate()  # PyTorch's stand-ins for collectives draw from it
+    try:
+        with fake_process_group(mesh.size, rank):
+            yield ranks_of(mesh, accelerator("cpu"))
+    finally:
+        random.setstate(numbers)
 
 
 @contextmanager
@@ -60,8 +115,13 @@ def full_micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
     return MicroBatch(ids, torch.zeros_like(ids), ids.numel())
 
 
-def watch_step(step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware, *, waiting: int = 0) -> Profile:
-    """Run one step under a tracker. waiting: micro batches like the first that do not run, but take memory and time."""
+def watch_step(
+    step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware, *, waiting: int = 0, like: int = 0
+) -> Profile:
+    """Run one step under a tracker.
+
+    waiting: micro batches that do not run, but take memory, and time as batch number `like` does.
+    """
     tracker = new_tracker(hardware)
     tracker.register(resident_parameters(step), "parameters")
     tracker.register(optimizer_states(step), "optimizer")
@@ -82,7 +142,7 @@ def watch_step(step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardwar
     step.observer = observe
     with tracker, model_errors():
         step(batches)
-    return tracker.profile(repeats=1 + waiting)
+    return tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like)
 
 
 @contextmanager
@@ -102,10 +162,14 @@ def model_errors() -> Iterator[None]:
 
 def new_tracker(hardware: Hardware) -> StorageTracker:
     """A tracker that rounds, costs and looks into operators as the device does."""
+    spec = hardware.spec
+    on_host = spec.kind == "cpu"
+    link = spec.link_bandwidth
     return StorageTracker(
-        rounding=hardware.spec.allocation_granularity,
+        rounding=spec.allocation_granularity,
         cost=operator_cost(hardware),
-        inside_operators=hardware.spec.kind == "cpu",
+        inside_operators=on_host,
+        clock=StepClock(link_bandwidth=link.value if link else None, overlaps=not on_host),
     )
 
 

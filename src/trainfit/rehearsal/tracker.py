@@ -6,24 +6,43 @@ counts as somebody), but never does so for tensor subclasses, which fake tensors
 lets the old one die. The tracker recognises these additions (two tensors added inside backward, with grad mode off,
 the first no view and dying before the next operator) and counts them as the in-place additions that real tensors get.
 Source: can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp.
+
+NOTE [ What FSDP does outside of operators ]
+FSDP frees and makes gathered parameters by UntypedStorage.resize_, which no dispatch mode sees: it is wrapped while the
+tracker is entered. What its own operators read and write says what a storage is: copy-out fills parameters, the copy-in
+of a reduction reads gradients. A resized storage stays what it was.
+DTensor runs each new operator once on fake tensors of the global shape to know its output's: these are not there in a
+real run, and the tracker looks away. DTensors themselves are left to their handler, whose local operators it sees.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainfit.profile import CATEGORIES, PHASES, Category, Phase, Profile
-from trainfit.rehearsal.operators import OperatorCost, fake_result, temporary_bytes
+from trainfit.rehearsal.collectives import call_of, tally
+from trainfit.rehearsal.operators import OperatorCost, fake_result, leaves_to_its_handler, temporary_bytes
+from trainfit.rehearsal.timeline import StepClock
 
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
+_NAMES_BY_USE: Mapping[str, tuple[tuple[int | str, Category], ...]] = {
+    "fsdp::all_gather_copy_in": ((1, "communication"),),
+    "fsdp::split_with_sizes_copy": (("out", "parameters"),),
+    "fsdp::chunk_cat": ((0, "gradients"), ("out", "communication")),
+    "c10d::_reduce_scatter_base_": ((0, "gradients"),),
+}
 
 
 @dataclass(frozen=True)
@@ -51,14 +70,15 @@ class StorageTracker(TorchDispatchMode):
     rounding: bytes to which the device's allocator rounds (1 on a CPU).
     cost: seconds that an operator should take, or None to count none.
     inside_operators: count what CPU kernels allocate inside; other devices have other kernels.
+    clock: what time and collectives are told to.
     """
 
     rounding: int = 1
     cost: OperatorCost | None = None
     inside_operators: bool = True
+    clock: StepClock = field(default_factory=StepClock)
     phase: Phase = "forward"
     events: list[Event] = field(default_factory=list)
-    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,28 +86,60 @@ class StorageTracker(TorchDispatchMode):
         self._names: dict[int, Category] = {}
         self._next = 0
         self._operator = "start"
+        self._looks_away = False
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> StorageTracker:
+        outside = ExitStack()
+        outside.enter_context(_replaced(torch.UntypedStorage, "resize_", self._following_resize()))
+        outside.enter_context(_replaced(ShardingPropagator, "_fake_mode_lock", _LookingAway(self)))
+        self._entered.append(outside)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
+        self._entered.pop().close()
+
+    def _following_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        original: Any = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            result = original(storage, num_bytes)
+            if not self._looks_away:
+                self._track(storage)
+            return result
+
+        return resize_
+
+    @property
+    def seconds(self) -> dict[Phase, float]:
+        """By phase, of all that has run."""
+        return self.clock.total().seconds
 
     def observe(self, phase: Phase) -> None:
         """The step's observer: from here on another phase runs."""
+        self.clock.enters(phase, self.phase)
         self.phase = phase
 
     def register(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Name what is live already, or what a storage turned out to be."""
         for tensor in tensors:
-            self._names[self._track(tensor, None)] = category
+            self._names[self._track(local_tensor(tensor).untyped_storage())] = category
 
-    def _track(self, tensor: Tensor, in_place_of: int | None) -> int:
-        storage = tensor.untyped_storage()
+    def _track(self, storage: torch.UntypedStorage, in_place_of: int | None = None) -> int:
         key = storage._cdata
         num_bytes = -(-storage.nbytes() // self.rounding) * self.rounding
+        identity = self._next
         if key in self._live:
-            identity, before, reference = self._live[key]
+            former, before, reference = self._live[key]
             if num_bytes == before:
-                return identity
-            self.events.append(Event(identity, -before, self.phase, self._operator))  # resized in place
+                return former
+            self.events.append(Event(former, -before, self.phase, self._operator))  # resized in place
+            if (name := self._names.get(former)) is not None:
+                self._names[identity] = name
         else:
             reference = weakref.ref(storage, self._dies(key))
-        identity = self._next
         self._next += 1
         self._live[key] = identity, num_bytes, reference
         self.events.append(Event(identity, num_bytes, self.phase, self._operator, in_place_of))
@@ -103,20 +155,41 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:
-            return func(*args)
-        output = fake_result(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func is _DEVICE or self._looks_away:
+            return func(*args, **kwargs)
+        if any(map(leaves_to_its_handler, types)):
+            return NotImplemented
+        output = fake_result(func, args, kwargs)
         self._operator = func._schema.name
         in_place_of = self._accumulates_into(func, args)
         for leaf in output if isinstance(output, list | tuple) else (output,):
             for tensor in leaf if isinstance(leaf, list | tuple) else (leaf,):
                 if isinstance(tensor, Tensor):
-                    self._track(tensor, in_place_of)
+                    self._track(tensor.untyped_storage(), in_place_of)
+        self._name_by_use(args, kwargs)
         if self.inside_operators and (num_bytes := temporary_bytes(func, args)):
             self._passing(num_bytes)
-        if self.cost is not None:
-            self.seconds[self.phase] += self.cost.seconds(func, args, kwargs or {}, output)
+        self._takes_time(func, args, kwargs, output)
         return output
+
+    def _name_by_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See NOTE [ What FSDP does outside of operators ]."""
+        for argument, category in _NAMES_BY_USE.get(self._operator, ()):
+            self.register(_tensors(kwargs[argument] if isinstance(argument, str) else args[argument]), category)
+
+    def _takes_time(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if (call := call_of(func, args, output)) is not None:
+            storages = [self._track(tensor.untyped_storage()) for tensor in call.tensors]
+            for storage in storages:
+                self._names.setdefault(storage, "communication")
+            self.clock.communicates(self.phase, self._operator, call, storages)
+        elif self.cost is not None:
+            seconds = self.cost.seconds(func, args, kwargs, output)
+            touched: list[int] = []
+            if self.clock.watches and not func.is_view:
+                touched = [self._track(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))]
+            self.clock.runs(self.phase, self._operator, touched, seconds)
 
     def _passing(self, num_bytes: int) -> None:
         for change in (num_bytes, -num_bytes):
@@ -144,9 +217,13 @@ class StorageTracker(TorchDispatchMode):
         """The most that was live within one phase; 0 if it never ran."""
         return _replay(in_place_additions(self.events))[0].get(phase, 0)
 
-    def profile(self, *, repeats: int = 1) -> Profile:
-        """What was seen since the tracker was made. repeats: how often all phases but the optimizer run."""
-        seconds = {phase: value * (1 if phase == "optimizer" else repeats) for phase, value in self.seconds.items()}
+    def profile(self, *, rank: int = 0, waiting: int = 0, like: int = 0) -> Profile:
+        """What was seen since the tracker was made.
+
+        waiting: micro batches that did not run, but take the time and the collectives of micro batch number `like`.
+        """
+        total = self.clock.total(waiting=waiting, like=like)
+        collectives = tally(total.calls, self.clock.link_bandwidth)
         events = in_place_additions(self.events)
         phases, peak = _replay(events)
         assert peak.event is not None
@@ -157,8 +234,12 @@ class StorageTracker(TorchDispatchMode):
             phases=phases,
             categories=self._categories(events, peak.position),
             resident_bytes=self.live_bytes(),
-            step_seconds=sum(seconds.values()),
-            phase_seconds=seconds,
+            step_seconds=sum(total.seconds.values()),
+            phase_seconds=total.seconds,
+            rank=rank,
+            collectives=collectives,
+            communication_seconds=sum(each.seconds for each in collectives.values()),
+            exposed_communication_seconds=total.exposed,
         )
 
     def _categories(self, events: list[Event], position: int) -> dict[Category, int]:
@@ -169,8 +250,7 @@ class StorageTracker(TorchDispatchMode):
                 born[event.storage] = event
             else:
                 born.pop(event.storage, None)
-        last_forward = max((i for i, e in enumerate(events) if e.phase == "forward"), default=-1)
-        dead_in_forward = {e.storage for e in events[: last_forward + 1] if e.num_bytes < 0}
+        dead_in_forward = {e.storage for e in events if e.num_bytes < 0 and e.phase == "forward"}
         totals = dict.fromkeys(CATEGORIES, 0)
         for storage, event in born.items():
             totals[self._category(storage, event, dead_in_forward)] += event.num_bytes
@@ -212,5 +292,37 @@ def _replay(events: list[Event]) -> tuple[dict[Phase, int], _Peak]:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind some tensors, each storage once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank has of a DTensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _LookingAway:
+    """While it is entered the tracker sees nothing."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        self._tracker = tracker
+
+    def __enter__(self) -> None:
+        self._tracker._looks_away = True
+
+    def __exit__(self, *details: object) -> None:
+        self._tracker._looks_away = False
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    previous = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, previous)

@@ -4,12 +4,13 @@ from trainfit.report.compare import Comparison, compare, comparison_view
 from trainfit.report.device_view import devices_table
 from trainfit.report.pieces import facts, memory_bars
 from trainfit.report.plan_view import alternatives_table, plan_view
-from trainfit.report.profile_view import profile_view
+from trainfit.report.profile_view import collectives_table, profile_view, ranks_table
 from trainfit.report.verify_view import verify_view
 
 __all__ = [
     "Comparison",
     "alternatives_table",
+    "collectives_table",
     "compare",
     "comparison_view",
     "devices_table",
@@ -17,5 +18,6 @@ __all__ = [
     "memory_bars",
     "plan_view",
     "profile_view",
+    "ranks_table",
     "verify_view",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from trainfit.profile import PHASES, Phase, Profile
+from trainfit.profile import PHASES, Collective, Phase, Profile
 from trainfit.report.pieces import percent, table
 from trainfit.units import format_bytes, format_seconds
 
@@ -65,12 +65,18 @@ def comparison_view(comparison: Comparison) -> RenderableType:
     for phase in comparison.phase_errors:
         made.add_row(f"  {phase}", *_bytes_row(predicted.phases[phase], measured.phases[phase]))
     made.add_row("between steps", *_bytes_row(predicted.resident_bytes, measured.resident_bytes))
+    for kind in sorted(predicted.collectives.keys() | measured.collectives.keys()):
+        made.add_row(kind, *(_payload(profile.collectives.get(kind)) for profile in (predicted, measured)), "")
     if comparison.step_seconds_error is not None:
         seconds = (format_seconds(predicted.step_seconds), format_seconds(measured.step_seconds))
         # A roofline's seconds are off by a factor, not by some percent: say which.
         made.add_row("step time", *seconds, f"{measured.step_seconds / predicted.step_seconds:.2f} x")
     peaks = f"The peak falls in {predicted.peak_phase} as predicted and in {measured.peak_phase} as measured."
     return Group(made, Text(peaks, style="dim"))
+
+
+def _payload(collective: Collective | None) -> str:
+    return "-" if collective is None else f"{collective.count} x, {format_bytes(collective.bytes)}"
 
 
 def _bytes_row(predicted: int, measured: int) -> tuple[str, str, Text]:

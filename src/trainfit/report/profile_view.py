@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -16,11 +18,15 @@ def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> Render
     if budget_bytes is not None:
         parts.append(_budget_line(profile.peak_bytes, budget_bytes))
     at_peak = memory_bars(profile.categories, title=f"At the peak ({profile.peak_phase})")
-    return Group(*parts, phase_table(profile), at_peak)
+    talk = [collectives_table(profile)] if profile.collectives else []
+    return Group(*parts, phase_table(profile), at_peak, *talk)
 
 
 def _headline(profile: Profile) -> Text:
-    text = Text.assemble(("Peak ", ""), (format_bytes(profile.peak_bytes), "bold"), f" in {profile.peak_phase}")
+    of_rank = f"of rank {profile.rank} " if profile.collectives else ""
+    text = Text.assemble(
+        (f"Peak {of_rank}", ""), (format_bytes(profile.peak_bytes), "bold"), f" in {profile.peak_phase}"
+    )
     place = profile.peak_place
     text.append(f" ({place})" if place else "")
     text.append(f"; {format_bytes(profile.resident_bytes)} between steps")
@@ -45,4 +51,26 @@ def phase_table(profile: Profile) -> RenderableType:
         if size:
             marks = Text(bar(size / profile.peak_bytes), style="bold cyan" if phase == profile.peak_phase else "cyan")
             made.add_row(phase, format_bytes(size), format_seconds(seconds) if seconds else "", marks)
+    return made
+
+
+def collectives_table(profile: Profile) -> RenderableType:
+    """What one rank sends and receives in a step, and how much of its time nothing hides."""
+    made = table("collective", "calls", "payload", "ranks", "time", title="Collectives of a step")
+    for kind, each in profile.collectives.items():
+        groups = ", ".join(map(str, each.group_sizes))
+        seconds = format_seconds(each.seconds) if each.seconds else ""
+        made.add_row(kind, str(each.count), format_bytes(each.bytes), groups, seconds)
+    if not profile.communication_seconds:
+        return made
+    exposed, total = profile.exposed_communication_seconds, profile.communication_seconds
+    return Group(made, Text(f"{format_seconds(exposed)} of {format_seconds(total)} not hidden behind computation"))
+
+
+def ranks_table(profiles: Sequence[Profile]) -> RenderableType:
+    """The peak of every rank."""
+    made = table("rank", "peak memory", "phase", "between steps", title="Ranks")
+    for profile in profiles:
+        resident = format_bytes(profile.resident_bytes)
+        made.add_row(str(profile.rank), format_bytes(profile.peak_bytes), profile.peak_phase, resident)
     return made

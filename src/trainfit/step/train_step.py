@@ -54,6 +54,7 @@ class TrainStep:
         self.observer: Observer = ignore_phase
         self._device = build.accelerator.device
         self._autocast = build.autocast
+        self.root: nn.Module = build.root or build.model  # what is sharded as one; its modules are all that are
         self._compute_loss = build.root or build.compute_loss
         self._run_window = build.run_window or self._one_after_another
         self._sync = build.sync

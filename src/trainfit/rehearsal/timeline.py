@@ -1,0 +1,144 @@
+"""Two clocks: what computes, and what the links carry meanwhile.
+
+NOTE [ What hides communication ]
+A device computes on one stream and communicates beside it. The links do one collective after another. Computation
+waits for one when it needs the result:
+  an all-gather, or a collective of tensor parallelism, when an operator touches its tensors;
+  a gradient's reduction when FSDP is about to fill the next one's buffer (it keeps one at a time), the rest at the end
+  of backward, since what touches reduced gradients before runs on the communication's own stream.
+A host runs ahead of its device, so a gather that FSDP issues before a block begins has been waiting in the device's
+queue since the last gathered parameters were copied out, which frees its buffer: it starts then, not at its call.
+All that computation waits is exposed. A CPU has one stream for both: there everything is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from trainfit.profile import PHASES, Phase
+from trainfit.rehearsal.collectives import Call
+
+_COPY_OUT, _COPY_IN, _FSDP_GATHER = "fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "c10d::_allgather_base_"
+_REDUCTIONS = frozenset({"reduce_scatter", "all_reduce", "reduce"})
+
+
+@dataclass
+class Timeline:
+    """Seconds since the step began. overlaps: whether the device communicates while it computes."""
+
+    overlaps: bool = True
+    compute: float = 0.0
+    links: float = 0.0
+    _copied_out: float = 0.0
+    _needed: dict[int, float] = field(default_factory=dict)  # storage: when it is there
+    _reduced: float = 0.0  # when the last reduce-scatter is done
+    _pending: float = 0.0  # when all are done that nobody waits for before backward ends
+
+    def runs(self, operator: str, storages: Iterable[int], seconds: float) -> float:
+        """An operator computes. Returns the seconds that it waited before."""
+        waited = 0.0
+        if self._needed:
+            for storage in storages:
+                if (there := self._needed.pop(storage, None)) is not None:
+                    waited += self._wait(there)
+        if operator == _COPY_IN:
+            waited += self._wait(self._reduced)
+        self.compute += seconds
+        if operator == _COPY_OUT:
+            self._copied_out = self.compute
+        return waited
+
+    def communicates(
+        self, kind: str, seconds: float, *, gathers_ahead: bool, storages: Iterable[int], in_backward: bool
+    ) -> float:
+        """A collective is called. Returns the seconds that computation waits for it at once.
+
+        gathers_ahead: FSDP's own all-gather, which starts as soon as its buffer is free.
+        in_backward: a gradient's reduction is waited for later than its first use.
+        """
+        begin = self._copied_out if gathers_ahead else self.compute
+        self.links = max(self.links, begin) + seconds
+        if not self.overlaps:
+            return self._wait(self.links)
+        self._pending = self.links
+        if in_backward and kind in _REDUCTIONS:
+            self._reduced = self.links if kind == "reduce_scatter" else self._reduced
+        else:
+            self._needed.update(dict.fromkeys(storages, self.links))
+        return 0.0
+
+    def finish(self) -> float:
+        """Backward has ended: wait for everything. Returns the seconds."""
+        self._needed.clear()
+        return self._wait(self._pending)
+
+    def _wait(self, until: float) -> float:
+        waited = max(0.0, until - self.compute)
+        self.compute += waited
+        return waited
+
+
+@dataclass
+class Tally:
+    """What one stretch of a step took. exposed: seconds that computation waited; they are part of seconds too."""
+
+    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    exposed: float = 0.0
+    calls: list[Call] = field(default_factory=list)
+
+
+class StepClock:
+    """Seconds and collectives of a step, a tally for each micro batch and one for the optimizer.
+
+    link_bandwidth: bytes a second of one device's links; None where it is not known, so that collectives take no time.
+    """
+
+    def __init__(self, *, link_bandwidth: float | None = None, overlaps: bool = True) -> None:
+        self.link_bandwidth = link_bandwidth
+        self.tallies = [Tally()]
+        self._timeline = Timeline(overlaps)
+
+    def enters(self, phase: Phase, previous: Phase) -> None:
+        """The step's phase changes."""
+        if phase == previous or phase not in ("forward", "optimizer"):
+            return
+        if phase == "optimizer":
+            self._wait(previous, self._timeline.finish())
+        self.tallies.append(Tally())
+
+    @property
+    def watches(self) -> bool:
+        """Whether some operator may have to wait for what it touches."""
+        return bool(self._timeline._needed)
+
+    def runs(self, phase: Phase, operator: str, storages: Iterable[int], seconds: float) -> None:
+        self._wait(phase, self._timeline.runs(operator, storages, seconds))
+        self.tallies[-1].seconds[phase] += seconds
+
+    def communicates(self, phase: Phase, operator: str, call: Call, storages: Iterable[int]) -> None:
+        self.tallies[-1].calls.append(replace(call, tensors=()))
+        if self.link_bandwidth is None:
+            return
+        waited = self._timeline.communicates(
+            call.kind,
+            call.seconds(self.link_bandwidth),
+            gathers_ahead=operator == _FSDP_GATHER,
+            storages=storages,
+            in_backward=phase == "backward" and operator.startswith("c10d::"),
+        )
+        self._wait(phase, waited)
+
+    def _wait(self, phase: Phase, seconds: float) -> None:
+        self.tallies[-1].seconds[phase] += seconds
+        self.tallies[-1].exposed += seconds
+
+    def total(self, *, waiting: int = 0, like: int = 0) -> Tally:
+        """All tallies; waiting: how often tally number `like` counts once more."""
+        total = Tally()
+        for tally in [*self.tallies, *[self.tallies[like]] * waiting]:
+            for phase, seconds in tally.seconds.items():
+                total.seconds[phase] += seconds
+            total.exposed += tally.exposed
+            total.calls += tally.calls
+        return total
