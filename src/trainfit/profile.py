@@ -91,6 +91,16 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class TensorParallel:
+    """How the ranks of a mesh's tensor dimension share a block.
+
+    sequence: between attention and mlp each rank keeps a part of every sequence, instead of all of it.
+    """
+
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
 class Profile:
     """Bytes and seconds of one optimizer step that is not the first, on one rank.
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from typing import Any
 
 from trainfit.errors import RecipeError
-from trainfit.profile import MESH_DIMS, PRECISIONS, TIERS, Mesh, Precision, Tier, Zero
+from trainfit.profile import MESH_DIMS, PRECISIONS, TIERS, Mesh, Precision, TensorParallel, Tier, Zero
+
+# Fields of Strategy that are made of keys themselves.
+_PARTS: Mapping[str, Callable[..., Any]] = {"mesh": Mesh, "zero": Zero, "tensor": TensorParallel}
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Strategy:
     optimizer: "adamw".
     mesh: how the processes are arranged; micro_batch_size and accumulation_steps are those of each data-parallel rank.
     zero: what ranks share and when.
+    tensor: how the ranks that split each matrix work together.
     """
 
     micro_batch_size: int
@@ -36,6 +40,7 @@ class Strategy:
     optimizer: str = "adamw"
     mesh: Mesh = Mesh()
     zero: Zero = Zero()
+    tensor: TensorParallel = TensorParallel()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -52,6 +57,8 @@ class Strategy:
             if type(size) is not int or size < 1:
                 raise RecipeError(f"mesh.{dim} is {size!r}; it must be a whole number, at least 1")
         _check_zero(self.zero, self.mesh)
+        if self.tensor.sequence and self.mesh.tensor == 1:
+            raise RecipeError("tensor.sequence splits sequences over mesh.tensor, which is 1; set mesh.tensor too")
 
     @property
     def sequences_per_step(self) -> int:
@@ -70,10 +77,10 @@ class Strategy:
         if "micro_batch_size" not in data:
             raise RecipeError("a strategy has no micro_batch_size; give one, at least 1")
         try:
-            mesh, zero = Mesh(**data.get("mesh", {})), Zero(**data.get("zero", {}))
+            parts = {name: kind(**data.get(name, {})) for name, kind in _PARTS.items()}
         except TypeError as error:
-            raise RecipeError(f"the strategy's mesh or zero has an unknown key: {error}") from None
-        return cls(**{**data, "tiers": tuple(data.get("tiers", ())), "mesh": mesh, "zero": zero})
+            raise RecipeError(f"the strategy's {', '.join(_PARTS)} have an unknown key: {error}") from None
+        return cls(**{**data, "tiers": tuple(data.get("tiers", ())), **parts})
 
     @property
     def hash(self) -> str:
@@ -114,7 +121,8 @@ def _describe_mesh(strategy: Strategy) -> list[str]:
     mesh = [f"{dim} {size}" for dim, size in zip(MESH_DIMS, strategy.mesh.shape) if size > 1]
     if not mesh:
         return []
-    return [" x ".join(mesh), f"ZeRO {strategy.zero.stage}"]
+    sequence = ["split sequences"] if strategy.tensor.sequence else []
+    return [" x ".join(mesh), *sequence, f"ZeRO {strategy.zero.stage}"]
 
 
 def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:

@@ -5,9 +5,11 @@ from trainfit.techniques.adamw import AdamWOptimizer
 from trainfit.techniques.base import Build, Observer, Stage, Technique
 from trainfit.techniques.chunked_loss import ChunkedLoss
 from trainfit.techniques.precision import MixedPrecision
+from trainfit.techniques.tensor_parallel import TensorSplit
 from trainfit.techniques.zero import ZeroStages
 
 TECHNIQUES: tuple[Technique, ...] = (
+    TensorSplit(),
     ActivationTiers(),
     ZeroStages(),
     AdamWOptimizer(),

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainfit.hardware import DTYPES
@@ -67,9 +68,11 @@ def shard(root: nn.Module, build: Build, zero: Zero) -> None:
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=DTYPES[zero.reduce_dtype], cast_forward_inputs=False),
     }
     reshard: bool | int = zero.reshard_size or True
-    for block in build.blocks:
-        fully_shard(block, reshard_after_forward=reshard if zero.stage == 3 else False, **settings)
-    fully_shard(root, reshard_after_forward=False, **settings)
+    # In a rehearsal parameters are fake, but not the mesh that FSDP joins from those of shard and tensor.
+    with unset_fake_temporarily():
+        for block in build.blocks:
+            fully_shard(block, reshard_after_forward=reshard if zero.stage == 3 else False, **settings)
+        fully_shard(root, reshard_after_forward=False, **settings)
     for module in _sharded(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,9 @@ class Workload:
         torch.device("meta"). It draws from the global random generator, so seed first.
     max_seq_len: positions the model has, None if it does not say.
     loss: None for token cross entropy, else loss(output, labels) -> SUM over the valid labels.
+    tensor_plan: how a tensor dimension of the mesh splits modules, by name: colwise and rowwise for nn.Linear, sequence
+        for a module that treats tokens one by one. "*" stands for one part of a dotted name. None takes the plan that
+        transformers has for its own models.
     Raises RecipeError if seq_len is below 1 or above max_seq_len, ModelError if vocab_size is below 1.
     """
 
@@ -41,6 +44,7 @@ class Workload:
     seq_len: int
     optimizer: AdamWSettings = AdamWSettings()
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    tensor_plan: Mapping[str, str] | None = None
     _cache: dict[str, Anatomy] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
