@@ -74,6 +74,30 @@ class Zero:
         return (self.gradient_sync or ("micro_batch" if self.stage >= 2 else "step")) == "micro_batch"
 
 
+PipelineSchedule = Literal["1f1b", "interleaved", "gpipe"]
+PIPELINE_SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """In which order the stages of a mesh's pipeline dimension run a window's micro batches.
+
+    schedule: "1f1b" runs a backward as soon as it can, so that a stage holds no more micro batches than stages follow
+        it; "interleaved" gives each rank several stages, for less waiting and more traffic; "gpipe" runs all forwards
+        first and holds every micro batch.
+    stages_per_rank: 1, or more for "interleaved".
+    """
+
+    schedule: PipelineSchedule = "1f1b"
+    stages_per_rank: int = 1
+
+    def fits(self, micro_batches: int, ranks: int) -> bool:
+        """Whether the schedule takes a window of so many micro batches."""
+        if self.schedule == "gpipe":
+            return micro_batches >= 1
+        return micro_batches >= ranks and (self.schedule == "1f1b" or micro_batches % (micro_batches // ranks) == 0)
+
+
 @dataclass(frozen=True)
 class Collective:
     """All collectives of one kind that one rank takes part in during one optimizer step.

@@ -11,15 +11,22 @@ from torch.distributed.tensor import DTensor, Shard
 from trainfit.hardware import Ranks
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, ranks: Ranks) -> Tensor:
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    ranks: Ranks,
+    *,
+    counted: Sequence[nn.Parameter] | None = None,
+) -> Tensor:
     """Scale gradients in place so that their norm over all ranks is at most max_norm. Returns the norm before, ().
 
+    counted: those of parameters that no other pipeline stage counts; None for all.
     An inf or nan anywhere makes the norm of every rank one.
     """
     if ranks.mesh.size == 1:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = global_norm(gradients, ranks)
+    norm = global_norm([p.grad for p in (parameters if counted is None else counted) if p.grad is not None], ranks)
     # As nn.utils.clip_grad_norm_ has it, on local shards: one foreach takes no tensors of several meshes.
     torch._foreach_mul_([_local(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

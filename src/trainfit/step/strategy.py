@@ -11,10 +11,21 @@ from itertools import groupby
 from typing import Any
 
 from trainfit.errors import RecipeError
-from trainfit.profile import MESH_DIMS, PRECISIONS, TIERS, Mesh, Precision, TensorParallel, Tier, Zero
+from trainfit.profile import (
+    MESH_DIMS,
+    PIPELINE_SCHEDULES,
+    PRECISIONS,
+    TIERS,
+    Mesh,
+    Pipeline,
+    Precision,
+    TensorParallel,
+    Tier,
+    Zero,
+)
 
 # Fields of Strategy that are made of keys themselves.
-_PARTS: Mapping[str, Callable[..., Any]] = {"mesh": Mesh, "zero": Zero, "tensor": TensorParallel}
+_PARTS: Mapping[str, Callable[..., Any]] = {"mesh": Mesh, "zero": Zero, "tensor": TensorParallel, "pipeline": Pipeline}
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,7 @@ class Strategy:
     mesh: how the processes are arranged; micro_batch_size and accumulation_steps are those of each data-parallel rank.
     zero: what ranks share and when.
     tensor: how the ranks that split each matrix work together.
+    pipeline: how the stages of mesh.pipeline take turns.
     """
 
     micro_batch_size: int
@@ -41,6 +53,7 @@ class Strategy:
     mesh: Mesh = Mesh()
     zero: Zero = Zero()
     tensor: TensorParallel = TensorParallel()
+    pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -59,6 +72,7 @@ class Strategy:
         _check_zero(self.zero, self.mesh)
         if self.tensor.sequence and self.mesh.tensor == 1:
             raise RecipeError("tensor.sequence splits sequences over mesh.tensor, which is 1; set mesh.tensor too")
+        _check_pipeline(self.pipeline, self.mesh, self.accumulation_steps)
 
     @property
     def sequences_per_step(self) -> int:
@@ -109,6 +123,22 @@ def _check_zero(zero: Zero, mesh: Mesh) -> None:
         )
 
 
+def _check_pipeline(pipeline: Pipeline, mesh: Mesh, accumulation_steps: int) -> None:
+    schedule, stages = pipeline.schedule, pipeline.stages_per_rank
+    if schedule not in PIPELINE_SCHEDULES:
+        raise RecipeError(f"unknown pipeline.schedule {schedule!r}; one of {', '.join(PIPELINE_SCHEDULES)}")
+    if type(stages) is not int or stages < 1 or (stages > 1) != (schedule == "interleaved"):
+        raise RecipeError(
+            f"pipeline.stages_per_rank is {stages!r} with schedule {schedule}; give 2 or more for interleaved, else 1"
+        )
+    if mesh.pipeline > 1 and not pipeline.fits(accumulation_steps, mesh.pipeline):
+        need = next(n for n in range(accumulation_steps + 1, 10**9) if pipeline.fits(n, mesh.pipeline))
+        raise RecipeError(
+            f"accumulation_steps is {accumulation_steps}, too few or uneven for {schedule} over mesh.pipeline "
+            f"{mesh.pipeline}; use accumulation_steps={need} with smaller micro batches, or fewer stages"
+        )
+
+
 def describe_strategy(strategy: Strategy) -> str:
     """One line that a person can read: "micro batch 4 x 2, 6*full,2*keep, loss in 8 chunks, bf16"."""
     chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
@@ -122,7 +152,11 @@ def _describe_mesh(strategy: Strategy) -> list[str]:
     if not mesh:
         return []
     sequence = ["split sequences"] if strategy.tensor.sequence else []
-    return [" x ".join(mesh), *sequence, f"ZeRO {strategy.zero.stage}"]
+    words = [" x ".join(mesh), *sequence, f"ZeRO {strategy.zero.stage}"]
+    if strategy.mesh.pipeline > 1:
+        stages = strategy.pipeline.stages_per_rank
+        words.append(strategy.pipeline.schedule + (f" with {stages} stages a rank" if stages > 1 else ""))
+    return words
 
 
 def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:

@@ -55,11 +55,14 @@ class TrainStep:
         self._device = build.accelerator.device
         self._autocast = build.autocast
         self.root: nn.Module = build.root or build.model  # what is sharded as one; its modules are all that are
-        self._compute_loss = build.root or build.compute_loss
+        self._compute_loss = build.root or build.forward
+        self._evaluate = build.evaluate
         self._run_window = build.run_window or self._one_after_another
         self._sync = build.sync
         self.ranks: Ranks = build.ranks
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        elsewhere = {id(p) for name, p in self.model.named_parameters() if name in build.counted_elsewhere}
+        self._counted = [p for p in self._parameters if id(p) not in elsewhere]
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step. Raises DataError if no label in the window is valid."""
@@ -73,7 +76,7 @@ class TrainStep:
         self._observe("optimizer")
         norm = None
         if self.max_grad_norm is not None:
-            norm = clip_gradients(self._parameters, self.max_grad_norm, self.ranks)
+            norm = clip_gradients(self._parameters, self.max_grad_norm, self.ranks, counted=self._counted)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss, num_tokens, norm)
@@ -124,6 +127,8 @@ class TrainStep:
         self.model.eval()
         try:
             with self._autocast():
+                if self._evaluate is not None:
+                    return self._evaluate(batch), batch.num_tokens
                 return self._compute_loss(batch.to(self._device), 1.0, ignore_phase), batch.num_tokens
         finally:
             for module, training in modes:

@@ -4,11 +4,13 @@ from trainfit.techniques.activation import ActivationTiers
 from trainfit.techniques.adamw import AdamWOptimizer
 from trainfit.techniques.base import Build, Observer, Stage, Technique
 from trainfit.techniques.chunked_loss import ChunkedLoss
+from trainfit.techniques.pipeline import PipelineStages
 from trainfit.techniques.precision import MixedPrecision
 from trainfit.techniques.tensor_parallel import TensorSplit
 from trainfit.techniques.zero import ZeroStages
 
 TECHNIQUES: tuple[Technique, ...] = (
+    PipelineStages(),
     TensorSplit(),
     ActivationTiers(),
     ZeroStages(),

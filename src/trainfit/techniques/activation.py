@@ -86,15 +86,15 @@ class ActivationTiers:
     setting: ClassVar[str] = "tiers"
 
     def apply(self, build: Build, setting: tuple[Tier, ...]) -> None:
-        """Raises RecipeError if there are not as many tiers as blocks."""
-        if setting and len(setting) != len(build.anatomy.blocks):
-            raise RecipeError(
-                f"{len(setting)} activation tiers for a model of {len(build.anatomy.blocks)} blocks; give one for each"
-            )
+        """Raises RecipeError if there are not as many tiers as blocks, those of other pipeline stages included."""
+        names = (build.whole or build.anatomy).blocks
+        if setting and len(setting) != len(names):
+            raise RecipeError(f"{len(setting)} activation tiers for a model of {len(names)} blocks; give one for each")
+        tiers = dict(zip(names, setting))
         for block in build.blocks:
             forget_recompute(block)
-        for name, block, tier in zip(build.anatomy.blocks, build.blocks, setting):
-            if tier != "keep":
+        for name, block in zip(build.anatomy.blocks, build.blocks):
+            if (tier := tiers.get(name, "keep")) != "keep":
                 recompute_block(block, tier, build.accelerator, name=name)
 
 

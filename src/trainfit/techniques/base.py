@@ -61,10 +61,14 @@ class Build:
 
     split: how the model is cut before its head, or the reason why it cannot be.
     ranks: the processes that run this step together; one, unless the strategy has a mesh.
+    whole: the whole model's anatomy, where model and anatomy are this rank's part of a pipeline.
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
-    root: the module whose call computes the same loss with what the model's ranks need around it; None where a call of
-        compute_loss is enough.
-    run_window: replaces the loop over micro batches; None runs compute_loss and backward on one after another.
+    run_stage: replaces compute_loss in a forward that may end before the loss, with hidden states for the next stage.
+    root: the module whose call computes the same loss with what the model's ranks need around it; None where forward()
+        is enough.
+    run_window: replaces the loop over micro batches; None runs forward and backward on one after another.
+    evaluate: (micro batch) -> its summed loss, where that takes more than a forward of root.
+    counted_elsewhere: parameters that another pipeline stage has too, and counts in the gradient norm.
     sync: what is done about other ranks' gradients.
     autocast: entered around forward and loss of every micro batch.
     notes: sentences for the user about what was chosen instead of what was asked.
@@ -77,12 +81,20 @@ class Build:
     split: HeadSplit | str
     compute_loss: LossFunction
     ranks: Ranks = field(default_factory=Ranks)
+    whole: Anatomy | None = None
+    run_stage: LossFunction | None = None
     root: nn.Module | None = None
     run_window: WindowFunction | None = None
+    evaluate: Callable[[MicroBatch], Tensor] | None = None
+    counted_elsewhere: frozenset[str] = frozenset()
     sync: GradientSync = field(default_factory=NoSync)
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     optimizer: Optimizer | None = None
     notes: list[str] = field(default_factory=list)
+
+    def forward(self, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
+        """What this rank computes of a micro batch: the loss, or what its pipeline stage hands on."""
+        return (self.run_stage or self.compute_loss)(batch, scale, observe)
 
     @property
     def blocks(self) -> list[nn.Module]:

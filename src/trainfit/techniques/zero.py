@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainfit.hardware import DTYPES
 from trainfit.profile import Zero
-from trainfit.techniques.base import Build, LossFunction, Observer, Stage
+from trainfit.techniques.base import Build, Observer, Stage
 from trainfit.techniques.replicas import ReplicaSync
 from trainfit.workload.batch import MicroBatch
 
@@ -56,8 +56,7 @@ class LossModule(nn.Module):
         self._build = build
 
     def forward(self, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
-        loss: LossFunction = self._build.compute_loss
-        return loss(batch, scale, observe)
+        return self._build.forward(batch, scale, observe)
 
 
 def shard(root: nn.Module, build: Build, zero: Zero) -> None:

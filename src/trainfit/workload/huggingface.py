@@ -131,6 +131,22 @@ def without_cache(configs: tuple[Any, ...]) -> Iterator[None]:
             config.use_cache = use_cache
 
 
+@contextmanager
+def batched_experts(configs: tuple[Any, ...]) -> Iterator[None]:
+    """Experts by plain batched matmuls: the fake kernel of grouped_mm takes nothing but bf16, the real one does."""
+    key = "_experts_implementation_internal"
+    before = [vars(config).get(key) for config in configs]
+    try:
+        for config, kind in zip(configs, before):
+            if kind == "grouped_mm":
+                vars(config)[key] = "batched_mm"
+        yield
+    finally:
+        for config, kind in zip(configs, before):
+            if kind == "grouped_mm":
+                vars(config)[key] = kind
+
+
 def inner_configs(model: nn.Module) -> tuple[Any, ...]:
     """Configs with a use_cache flag of the transformers models inside a module."""
     configs = {id(part.config): part.config for part in model.modules() if is_transformers_model(part)}
