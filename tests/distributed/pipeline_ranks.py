@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "parity"), str(Path(__file__).parents[2] / "benchmarks")]
-
-from plain import CPU, small_workload
-
-from trainfit.profile import Mesh, Pipeline, Zero
-from trainfit.step import Strategy, build_step, parse_tiers
-from trainfit.step.train_step import TrainStep
+from trainfit.hardware import accelerator
+from trainfit.profile import Mesh, Pipeline, Precision, Zero
+from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
+from trainfit.step.train_step import StepResult
 from trainfit.techniques.adamw import make_adamw
 from trainfit.workload import (
     IGNORED_LABEL,
@@ -29,9 +24,35 @@ from trainfit.workload import (
     workload_from_module,
 )
 
-STEPS, ROWS, SEQ_LEN, VOCAB = 20, 8, 12, 97
+CPU = accelerator("cpu")
+STEPS, ROWS, SEQ_LEN, VOCAB, BLOCKS = 20, 8, 12, 97, 5
 MAX_NORM = 0.5
-TINY = {"num_hidden_layers": 5, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+TINY = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": BLOCKS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": SEQ_LEN,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "gemma2": TINY | {"head_dim": 8, "sliding_window": 6},
+    "qwen3_moe": TINY | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "gpt2": {
+        "vocab_size": VOCAB,
+        "n_layer": BLOCKS,
+        "n_embd": 16,
+        "n_head": 2,
+        "n_positions": SEQ_LEN,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+}
 
 
 class TupleBlock(nn.Module):
@@ -40,10 +61,12 @@ class TupleBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+        nn.init.eye_(self.down.weight)
 
     def forward(self, *, hidden_states: Tensor, shift: Tensor) -> tuple[Tensor, None]:
-        return hidden_states + self.down(F.gelu(self.up(self.norm(hidden_states) + shift))), None
+        # Under autocast this is in low precision, other than what the embedding gives.
+        return self.down(hidden_states + F.gelu(self.up(self.norm(hidden_states) + shift))), None
 
 
 class OwnModel(nn.Module):
@@ -54,7 +77,7 @@ class OwnModel(nn.Module):
         self.embed = nn.Embedding(VOCAB, 16)
         self.positions = nn.Parameter(torch.randn(SEQ_LEN, 16) / 10)
         self.entry = nn.LayerNorm(16)
-        self.blocks = nn.ModuleList(TupleBlock() for _ in range(5))
+        self.blocks = nn.ModuleList(TupleBlock() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, VOCAB)
 
@@ -67,22 +90,12 @@ class OwnModel(nn.Module):
 
 
 def make_workload(family: str) -> Workload:
+    if family in FAMILIES:
+        workload = workload_from_config({"model_type": family, **FAMILIES[family]}, seq_len=SEQ_LEN, name=family)
+    else:
+        workload = workload_from_module({"own": OwnModel}[family], seq_len=SEQ_LEN, vocab_size=VOCAB)
     # Gradients that cancel, as of gpt2's key bias, are rounding errors; a small eps would make steps of them.
-    return _workload(family).copy(optimizer=AdamWSettings(eps=1e-6))
-
-
-def _workload(family: str) -> Workload:
-    if family == "own":
-        return workload_from_module(OwnModel, seq_len=SEQ_LEN, vocab_size=VOCAB)
-    if family == "gpt2":
-        sizes = {"n_layer": 5, "n_embd": 16, "n_head": 2, "n_positions": SEQ_LEN, "vocab_size": VOCAB}
-        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-        return workload_from_config({"model_type": "gpt2", **sizes, **quiet}, seq_len=SEQ_LEN, name="gpt2")
-    more: dict[str, Any] = {
-        "gemma2": {"head_dim": 8, "sliding_window": 6},
-        "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-    }.get(family, {})
-    return small_workload(family, SEQ_LEN, **TINY, **more)
+    return workload.copy(optimizer=AdamWSettings(eps=1e-6))
 
 
 def make(workload: Workload, frozen: tuple[str, ...]) -> nn.Module:
@@ -115,6 +128,7 @@ class Case:
     tiers: str = "keep"
     chunks: int = 1
     frozen: tuple[str, ...] = ()
+    precision: Precision = "fp32"
     steps: int = STEPS
 
 
@@ -134,14 +148,15 @@ def train_plainly(case: Case) -> Trained:
     model, found = make(workload, case.frozen), Trained()
     optimizer = make_adamw(model.named_parameters(), workload.optimizer)
     for step in range(case.steps):
-        loss, _ = _plain_loss(model, *batch_of(step), reduction="mean")
+        with CPU.autocast(case.precision):
+            loss, _ = _plain_loss(model, *batch_of(step), reduction="mean")
         loss.backward()
         found.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
         found.losses.append(loss.item())
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), CPU.autocast(case.precision):
         loss, tokens = _plain_loss(model, *batch_of(99, 3), reduction="sum")
     found.evaluated = loss.item(), tokens
     found.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -151,7 +166,8 @@ def train_plainly(case: Case) -> Trained:
 def _plain_loss(model: nn.Module, tokens: Tensor, labels: Tensor, *, reduction: str) -> tuple[Tensor, int]:
     output = model(tokens)
     logits = output if isinstance(output, Tensor) else output.logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction), int((labels >= 0).sum())
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=reduction)
+    return loss, int((labels >= 0).sum())
 
 
 def new_step(case: Case) -> TrainStep:
@@ -159,10 +175,11 @@ def new_step(case: Case) -> TrainStep:
     strategy = Strategy(
         ROWS // case.mesh.data // case.accumulation,
         case.accumulation,
-        tiers=parse_tiers(case.tiers, 5),
+        tiers=parse_tiers(case.tiers, BLOCKS),
         loss_chunks=case.chunks,
         mesh=case.mesh,
         zero=case.zero,
+        precision=case.precision,
         pipeline=case.pipeline,
     )
     return build_step(workload, strategy, CPU, max_grad_norm=MAX_NORM, model=make(workload, case.frozen))
@@ -189,3 +206,31 @@ def train_one(case: Case) -> Trained:
 
 def train_all(cases: list[Case]) -> list[Trained]:
     return [train_one(case) for case in cases]
+
+
+def uneven(number: int) -> list[MicroBatch]:
+    """Windows that do not fill the pipeline: one micro batch, two of other shapes, three."""
+    tokens, labels = batch_of(number)
+    cuts = [(8, SEQ_LEN)], [(5, 7), (3, SEQ_LEN)], [(2, 5), (2, 7), (3, SEQ_LEN)]
+    window, first = [], 0
+    for rows, length in cuts[number]:
+        part = slice(first, first + rows)
+        window.append(MicroBatch.of(tokens[part, :length], labels[part, :length]))
+        first += rows
+    return window
+
+
+def uneven_plainly(case: Case) -> list[tuple[float, float]]:
+    workload, strategy = make_workload(case.family), Strategy(ROWS, tiers=("keep",) * BLOCKS)
+    steps = [build_step(workload, strategy, CPU, max_grad_norm=MAX_NORM, model=make(workload, ())) for _ in range(3)]
+    return [_numbers(step(uneven(number))) for number, step in enumerate(steps)]
+
+
+def _numbers(result: StepResult) -> tuple[float, float]:
+    assert result.gradient_norm is not None
+    return result.loss.item(), result.gradient_norm.item()
+
+
+def step_unevenly(cases: list[Case]) -> list[list[tuple[float, float]]]:
+    """Loss and gradient norm of one step for each uneven window, for each case."""
+    return [[_numbers(new_step(case)(uneven(number))) for number in range(3)] for case in cases]

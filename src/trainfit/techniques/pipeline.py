@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainfit.errors import DataError, ModelError
-from trainfit.profile import Pipeline
+from trainfit.errors import ModelError
+from trainfit.profile import Pipeline, Precision
 from trainfit.techniques.base import Build, Observer, Stage
 from trainfit.techniques.chunked_loss import ignore_phase, mark_backward
 from trainfit.techniques.pipeline_cut import Part, Route, StageEndError, cut, divide
 from trainfit.techniques.pipeline_stage import StageRunner, make_schedule, wire_tensor
+from trainfit.techniques.pipeline_window import even_window
 from trainfit.techniques.zero import ShardSync
-from trainfit.workload.batch import IGNORED_LABEL, MicroBatch
+from trainfit.workload.batch import MicroBatch
 from trainfit.workload.flow import BlockFlow, trace_flow
 from trainfit.workload.forward import run_model
 
@@ -37,12 +37,9 @@ class PipelineStages:
         if ranks == 1:
             return
         parts = divide(len(anatomy.blocks), ranks * setting.stages_per_rank)
-        flow = trace_flow(
-            build.model,
-            anatomy,
-            seq_len=build.workload.seq_len,
-            autocast=build.accelerator.autocast("bf16" if "bf16" in build.accelerator.precisions else "fp32"),
-        )
+        low: list[Precision] = [p for p in ("bf16", "fp16") if p in build.accelerator.precisions]
+        autocast = build.accelerator.autocast(low[0] if low else "fp32")
+        flow = trace_flow(build.model, anatomy, seq_len=build.workload.seq_len, autocast=autocast)
         mine = parts[build.ranks.index("pipeline") :: ranks]
         # What the first stage and the last one both have: a tied embedding.
         shared = sorted(flow.before & flow.after)
@@ -64,15 +61,8 @@ class _PipelineRun:
     ) -> None:
         group = build.ranks.group("pipeline")
         assert group is not None
-        self.build, self.setting, self.flow, self.route, self.parts, self.shared = (
-            build,
-            setting,
-            flow,
-            route,
-            parts,
-            shared,
-        )
-        self.group = group
+        self.build, self.setting, self.flow, self.route = build, setting, flow, route
+        self.parts, self.shared, self.group = parts, shared, group
         self.device = build.accelerator.device
         self.param_dtype = next(build.model.parameters()).dtype
         self.stages = [StageRunner(part, self.device, group, self._forward, self._before_backward) for part in parts]
@@ -86,7 +76,8 @@ class _PipelineRun:
 
     def run_window(self, batches: Sequence[MicroBatch], scale: float, observer: Observer) -> Tensor:
         """See WindowFunction; the sum is the same on all stages."""
-        self.window, self.scale, self.observer = self._even(batches), scale, observer
+        self.window = even_window(batches, partial(self.setting.fits, ranks=self.build.ranks.mesh.pipeline))
+        self.scale, self.observer = scale, observer
         number = len(self.window)
         self.backwards_left = number * len(self.stages)
         for stage in self.stages:
@@ -97,8 +88,10 @@ class _PipelineRun:
         try:
             self.schedules[number].step(target=torch.zeros(number), losses=losses, return_outputs=False)
         except BaseException as error:
-            # They remember what is under way; and PyTorch wraps what was raised in a stage.
+            # Schedules remember what is under way, and PyTorch wraps what was raised in a stage.
             self.schedules.clear()
+            for stage in self.stages:
+                stage.drop()
             raise _origin(error) from None
         finally:
             self.window = ()
@@ -160,26 +153,13 @@ class _PipelineRun:
             root.set_reshard_after_backward(is_last, recurse=False)
 
     def _sum_shared(self) -> None:
-        """Gradients of weights that the first and the last stage both have. Both add the same two, so both stay equal.
-
-        Needs a buffer of the gradient's size."""
+        """Gradients of weights that the first and the last stage both have: both add the same two, and stay equal."""
         if not self.shared or not any(part.is_first or part.is_last for part in self.parts):
             return
         peer = self.build.ranks.mesh.pipeline - 1 if self.parts[0].is_first else 0
         parameters = dict(self.build.model.named_parameters())
         for name in self.shared:
-            parameter = parameters[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            theirs = torch.empty_like(mine)
-            pair = [
-                dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
-                dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
-            ]
-            for work in dist.batch_isend_irecv(pair):
-                work.wait()
-            mine.add_(theirs)
+            _add_from(peer, self.group, parameters[name])
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
@@ -226,34 +206,21 @@ class _PipelineRun:
                 f"one waits for {tuple(wire.shape)} in {wire.dtype}; use mesh.pipeline 1"
             )
 
-    def _even(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Micro batches of one shape, as many as the schedule takes: padded with rows, tokens and micro batches whose
-        labels are ignored."""
-        number = len(batches)
-        while not self.setting.fits(number, self.build.ranks.mesh.pipeline):
-            number += 1
-        shapes = {batch.inputs.shape for batch in batches}
-        if number == len(batches) and len(shapes) == 1:
-            return list(batches)
-        if any(len(shape) != 2 for shape in shapes) or any(batch.labels.dim() != 2 for batch in batches):
-            raise DataError(
-                f"a window of {len(batches)} micro batches of {len(shapes)} shapes cannot be padded for the pipeline: "
-                "they are not (batch, sequence); give micro batches of one shape, as many as in a full step"
-            )
-        rows, tokens = (max(shape[dim] for shape in shapes) for dim in (0, 1))
-        even = [_padded(batch, rows, tokens) for batch in batches]
-        empty = MicroBatch(even[0].inputs, torch.full_like(even[0].labels, IGNORED_LABEL), 0)
-        return even + [empty] * (number - len(batches))
-
-
-def _padded(batch: MicroBatch, rows: int, tokens: int) -> MicroBatch:
-    more = (0, tokens - batch.inputs.shape[1], 0, rows - batch.inputs.shape[0])
-    if not any(more):
-        return batch
-    return MicroBatch(F.pad(batch.inputs, more), F.pad(batch.labels, more, value=IGNORED_LABEL), batch.num_tokens)
-
 
 def _origin(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+
+
+def _add_from(peer: int, group: dist.ProcessGroup, parameter: nn.Parameter) -> None:
+    """Add the other side's gradient to this one's, as the other side does. Takes a buffer of its size meanwhile."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    theirs = torch.empty_like(mine)
+    pair = [
+        dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    mine.add_(theirs)

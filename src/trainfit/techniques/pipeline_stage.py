@@ -44,7 +44,6 @@ class StageRunner(_PipelineStageBase):
         super().__init__(_Stage(part, forward), part.number, part.count, device, group)
         self.part = part
         self._before_backward = before_backward
-        self._window: tuple[int, _TensorMeta, _TensorMeta] | None = None
 
     def begin(self, micro_batches: int, receives: _TensorMeta, sends: _TensorMeta) -> None:
         """Called before each window."""
@@ -56,7 +55,11 @@ class StageRunner(_PipelineStageBase):
         self.act_send_info = {0: [] if self.is_last else [number + 1]}
         self.args_recv_info = {c: () if self.is_first else _from("hidden states", number - 1, receives) for c in chunks}
         self.grad_recv_info = {c: () if self.is_last else _from("gradients", number + 1, sends) for c in chunks}
-        self.bwd_cache.clear()
+
+    def drop(self) -> None:
+        """Forget a window that failed half-way."""
+        for held in (self.fwd_cache, self.bwd_cache, self.args_recv_info, self.grad_recv_info):
+            held.clear()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None: ...
 
