@@ -125,6 +125,16 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Everything that says what the devices of a run do together."""
+
+    mesh: Mesh = Mesh()
+    zero: Zero = Zero()
+    tensor: TensorParallel = TensorParallel()
+    pipeline: Pipeline = Pipeline()
+
+
+@dataclass(frozen=True)
 class Profile:
     """Bytes and seconds of one optimizer step that is not the first, on one rank.
 

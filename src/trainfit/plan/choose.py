@@ -94,13 +94,13 @@ def _rehearse_best(
 
 def _kind(strategy: Strategy) -> tuple[object, ...]:
     """Candidates of one kind differ in tiers only; the fastest of each whose rehearsal fits is compared."""
-    return strategy.micro_batch_size, strategy.precision, strategy.loss_chunks, strategy.mesh, strategy.zero
+    return strategy.micro_batch_size, strategy.precision, strategy.loss_chunks, strategy.mesh, strategy.zero.stage
 
 
 def _plain(num_blocks: int, target: Target, exact: Callable[[Strategy], Profile]) -> Alternative:
     """No technique, the whole step as one micro batch."""
     keep = parse_tiers("keep", num_blocks)
-    replicas = max(mesh.data for mesh, _ in target.layouts)
+    replicas = max(layout.mesh.data for layout in target.layouts)
     strategy = Strategy(-(-target.sequences_per_step // replicas), precision=target.precision, tiers=keep)
     profile = exact(strategy)
     return Alternative(

@@ -17,14 +17,22 @@ from __future__ import annotations
 
 from trainfit.hardware import Hardware
 from trainfit.plan.cost import Resident, Shares
-from trainfit.plan.target import Layout
+from trainfit.profile import Layout, Mesh, Zero
 from trainfit.rehearsal.trace import ModelFacts
 
 _SLOW_LINK = 1e9  # bytes a second where nothing is known of the link
 
 
+def default_layouts(num_devices: int) -> tuple[Layout, ...]:
+    """A copy on each device, or one copy's states over all of them, by stage."""
+    if num_devices == 1:
+        return (Layout(),)
+    sharded = (Layout(Mesh(shard=num_devices), Zero(stage)) for stage in (1, 2, 3))
+    return (Layout(Mesh(replicate=num_devices)), *sharded)
+
+
 def shares_of(layout: Layout) -> Shares:
-    mesh, zero = layout
+    mesh, zero = layout.mesh, layout.zero
     # A pipeline's first stage has its share of blocks, and as many micro batches under way.
     return Shares(mesh.tensor, mesh.shard if zero.reduces_each_micro_batch else 1, mesh.tensor * mesh.pipeline)
 
@@ -33,7 +41,7 @@ def resident_of(
     facts: ModelFacts, layout: Layout, hardware: Hardware, *, batch_bytes: int, shared_bytes: int, accumulates: bool
 ) -> Resident:
     """Bytes and seconds of one rank beside its activations."""
-    mesh, zero = layout
+    mesh, zero = layout.mesh, layout.zero
     split = mesh.tensor * mesh.pipeline
     parameters, gradients = facts.parameter_bytes // split, facts.gradient_bytes // split
     sharded = mesh.shard if zero.stage else 1
@@ -62,7 +70,7 @@ def _seconds(
     facts: ModelFacts, layout: Layout, hardware: Hardware, parameters: int, gradients: int
 ) -> dict[str, float]:
     """Rings send (n - 1) / n of the bytes; all-reduce does so twice. None of it hidden: an order, not a forecast."""
-    mesh, zero = layout
+    mesh, zero = layout.mesh, layout.zero
     link = hardware.spec.link_bandwidth
     rate = link.value if link else _SLOW_LINK
     ring = (mesh.shard - 1) / mesh.shard / rate

@@ -11,8 +11,8 @@ import numpy as np
 from trainfit.hardware import Hardware
 from trainfit.plan.cost import BlockTable, Floats, Integers, peak_bytes, step_seconds
 from trainfit.plan.layout import resident_of, shares_of
-from trainfit.plan.target import Layout, Target
-from trainfit.profile import TIERS, Precision, Tier
+from trainfit.plan.target import Target
+from trainfit.profile import TIERS, Layout, Precision, Tier
 from trainfit.rehearsal.trace import ModelFacts, Tracer
 from trainfit.step.strategy import Strategy
 from trainfit.techniques.chunked_loss import auto_chunks
@@ -59,9 +59,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The best assignments of tiers for every number of chunks at one micro batch."""
     facts, sequences = tracer.facts, target.sequences_per_rank(layout)
-    mesh, zero = layout
     accumulation_steps = -(-sequences // micro_batch_size)
-    if accumulation_steps < mesh.pipeline:
+    if layout.mesh.pipeline > 1 and not layout.pipeline.fits(accumulation_steps, layout.mesh.pipeline):
         return  # stages would wait for each other
     chunks = chunk_counts(facts, micro_batch_size * target.seq_len)
     accumulates = accumulation_steps > 1
@@ -83,7 +82,15 @@ def candidates(
         for row in unbeaten(peaks, seconds):
             names = tuple(TIERS[tier] for tier in tiers[row])
             strategy = Strategy(
-                micro_batch_size, accumulation_steps, precision, names, loss_chunks, mesh=mesh, zero=zero
+                micro_batch_size,
+                accumulation_steps,
+                precision,
+                names,
+                loss_chunks,
+                mesh=layout.mesh,
+                zero=layout.zero,
+                tensor=layout.tensor,
+                pipeline=layout.pipeline,
             )
             yield Candidate(strategy, int(peaks[row]), float(seconds[row]))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Kind
-from trainfit.profile import PRECISIONS, Mesh, Precision, Zero
+from trainfit.profile import PRECISIONS, Layout, Mesh, Pipeline, Precision, TensorParallel, Zero
 
-Layout = tuple[Mesh, Zero]
+_PARTS = {"mesh": Mesh, "zero": Zero, "tensor": TensorParallel, "pipeline": Pipeline}
 MAY_CHANGE = ("precision",)
 MAX_SEQUENCES = 2**20
 
@@ -26,7 +26,7 @@ class Target:
 
     budget_bytes: memory of one device for this run. tokens_per_step: tokens of one optimizer step, padding included.
     may_change: "precision" allows bf16 where the precision given is fp32.
-    layouts: every mesh and ZeRO setting that may be taken; tokens_per_step are those of all its ranks.
+    layouts: every arrangement of the devices that may be taken; tokens_per_step are those of all its ranks.
     Raises RecipeError for sizes below one and for words that are not known.
     """
 
@@ -35,7 +35,7 @@ class Target:
     seq_len: int
     precision: Precision = "fp32"
     may_change: frozenset[str] = frozenset()
-    layouts: tuple[Layout, ...] = ((Mesh(), Zero()),)
+    layouts: tuple[Layout, ...] = (Layout(),)
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):
@@ -58,17 +58,18 @@ class Target:
 
     def sequences_per_rank(self, layout: Layout) -> int:
         """Sequences of one step that each data-parallel rank takes, rounded up."""
-        return -(-self.sequences_per_step // layout[0].data)
+        return -(-self.sequences_per_step // layout.mesh.data)
 
     def allowed_bytes(self, kind: Kind) -> int:
         """What a prediction may reach: the budget less the margin."""
         return int(self.budget_bytes * (1 - MARGINS[kind]))
 
     def to_json(self) -> dict[str, Any]:
-        layouts = [{"mesh": asdict(mesh), "zero": asdict(zero)} for mesh, zero in self.layouts]
-        return {**asdict(self), "may_change": sorted(self.may_change), "layouts": layouts}
+        return {**asdict(self), "may_change": sorted(self.may_change)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Target:
-        layouts = tuple((Mesh(**each["mesh"]), Zero(**each["zero"])) for each in data["layouts"])
+        layouts = tuple(
+            Layout(**{name: kind(**each[name]) for name, kind in _PARTS.items()}) for each in data["layouts"]
+        )
         return cls(**{**data, "may_change": frozenset(data["may_change"]), "layouts": layouts})

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from trainfit.errors import RecipeError
-from trainfit.profile import GradientSyncTime, Mesh, Precision, Zero
+from trainfit.profile import (
+    GradientSyncTime,
+    Layout,
+    Mesh,
+    Pipeline,
+    PipelineSchedule,
+    Precision,
+    TensorParallel,
+    Zero,
+)
 from trainfit.units import parse_bytes, parse_count
 
 PYTHON_STDLIB = "python-stdlib"
@@ -123,6 +132,19 @@ class ZeroSettings(_Section):
         return Zero(**{**self.model_dump(), "stage": stage})
 
 
+class TensorSettings(_Section):
+    """How the ranks of mesh.tensor share a block; see TensorParallel."""
+
+    sequence: bool = False
+
+
+class PipelineSettings(_Section):
+    """How the stages of mesh.pipeline take turns; see Pipeline."""
+
+    schedule: PipelineSchedule = "1f1b"
+    stages_per_rank: PositiveInt = 1
+
+
 class Recipe(_Section):
     """One training run. memory None means all that the device has; steps None means `epochs` passes over the text."""
 
@@ -145,6 +167,8 @@ class Recipe(_Section):
     device: str = "this"
     mesh: MeshSettings | None = None
     zero: ZeroSettings = ZeroSettings()
+    tensor: TensorSettings = TensorSettings()
+    pipeline: PipelineSettings = PipelineSettings()
     timeout_seconds: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 60.0
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
@@ -183,8 +207,8 @@ class Recipe(_Section):
         """A path of the recipe as this process can open it."""
         return self._folder / Path(path).expanduser()
 
-    def layouts(self, num_devices: int) -> tuple[tuple[Mesh, Zero], ...]:
-        """Every mesh and ZeRO stage that this many devices may take, the least communication first.
+    def layouts(self, num_devices: int) -> tuple[Layout, ...]:
+        """Every arrangement that this many devices may take, the least communication first.
 
         Without a mesh in the recipe all devices are copies (stage 0) or shards (1 to 3). Raises RecipeError for a mesh
         of another size.
@@ -192,22 +216,28 @@ class Recipe(_Section):
         stages: tuple[int, ...] = (0, 1, 2, 3) if self.zero.stage is None else (self.zero.stage,)
         if self.mesh is None:
             if num_devices == 1:
-                return ((Mesh(), Zero()),)
-            pairs = [(Mesh(shard=num_devices) if stage else Mesh(replicate=num_devices), stage) for stage in stages]
-            return tuple((mesh, self.zero.zero(stage)) for mesh, stage in pairs)
+                return (Layout(),)
+            return tuple(
+                self._layout(Mesh(shard=num_devices) if stage else Mesh(replicate=num_devices), stage)
+                for stage in stages
+            )
         mesh = self.mesh.mesh()
         if mesh.size != num_devices:
             raise RecipeError(
                 f"mesh has {mesh.size} devices ({' x '.join(map(str, mesh.shape))}), the run has {num_devices}; "
                 f"start it with torchrun --nproc-per-node {mesh.size} -m trainfit train, or change the mesh"
             )
-        if mesh.shard > 1:
-            stages = tuple(stage for stage in stages if stage > 0)
-            if not stages:
-                raise RecipeError(f"zero.stage 0 shards nothing over mesh.shard {mesh.shard}; set mesh.replicate")
-        elif self.zero.stage is None:
-            stages = (0,)
-        return tuple((mesh, self.zero.zero(stage)) for stage in stages)
+        if self.zero.stage is None:
+            stages = (1, 2, 3) if mesh.shard > 1 else (0,)
+        return tuple(self._layout(mesh, stage) for stage in stages)
+
+    def _layout(self, mesh: Mesh, stage: int) -> Layout:
+        return Layout(
+            mesh,
+            self.zero.zero(stage),
+            TensorParallel(**self.tensor.model_dump()),
+            Pipeline(**self.pipeline.model_dump()),
+        )
 
     @property
     def sequences_per_step(self) -> int:
