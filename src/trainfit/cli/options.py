@@ -54,7 +54,7 @@ MAX_SEQ_LEN = 2**24
 MAX_MICRO_BATCH_TOKENS = 2**30  # beyond it the bytes of an attention matrix pass 2**63
 MAX_ACCUMULATION = 2**16
 MAX_STEPS = 10_000
-MAX_DEVICES = 1_000_000
+MAX_DEVICES = 65_536
 
 
 @dataclass(frozen=True)

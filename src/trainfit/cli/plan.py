@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainfit.cli.console import notes, output, print_json, status
-from trainfit.cli.options import DeviceOption, JsonOption, ModelArgument, PrecisionOption, SeqLenOption, check_range
+from trainfit.cli.options import (
+    MAX_DEVICES,
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    PrecisionOption,
+    SeqLenOption,
+    check_range,
+)
 from trainfit.errors import DoesNotFitError, RecipeError
 from trainfit.units import parse_bytes, parse_count
 
@@ -47,7 +55,7 @@ def plan(
 
     [dim]trainfit plan llama-2-13b --device ascend-910b3 --seq-len 4096 --tokens-per-step 1M[/]
     """
-    check_range("--devices", devices, 1, 1_000_000)
+    check_range("--devices", devices, 1, MAX_DEVICES)
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
         from trainfit.report import alternatives_table, plan_view
@@ -81,19 +89,20 @@ def _choose(
 ) -> Plan:
     from trainfit.cli.setup import choose_budget, choose_precision, open_workload
     from trainfit.plan import Target, choose
+    from trainfit.plan.layout import default_layouts
 
     say(f"Building {model}")
     wanted_bytes = parse_bytes(memory) if memory else recipe.memory if recipe else None
     budget_bytes, budget_notes = choose_budget(wanted_bytes, hardware)
     taken, precision_notes = choose_precision(precision or (recipe.precision if recipe else "auto"), hardware)
     tokens = _tokens(tokens_per_step, recipe)
-    share, share_notes = _share(tokens, hardware.count)
+    layouts = recipe.layouts(hardware.count) if recipe else default_layouts(hardware.count)
     workload = open_workload(model, recipe, seq_len)
     changes = frozenset(may_change or (recipe.may_change if recipe else ()))
-    target = Target(budget_bytes, share, workload.seq_len, taken, changes)
+    target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, layouts)
     norm = recipe.max_grad_norm if recipe else 1.0
     made = choose(workload, hardware, target, max_grad_norm=norm, on_progress=say)
-    return replace(made, notes=(*budget_notes, *precision_notes, *share_notes, *made.notes))
+    return replace(made, notes=(*budget_notes, *precision_notes, *made.notes))
 
 
 def _tokens(text: str | None, recipe: Recipe | None) -> int:
@@ -102,14 +111,3 @@ def _tokens(text: str | None, recipe: Recipe | None) -> int:
     if recipe is None:
         raise RecipeError("--tokens-per-step is missing; give the tokens of one optimizer step, such as 500k or 4M")
     return recipe.tokens_per_step
-
-
-def _share(tokens: int, count: int) -> tuple[int, tuple[str, ...]]:
-    """The tokens of one device, and what is not counted yet for more than one."""
-    if count == 1:
-        return tokens, ()
-    share = max(1, round(tokens / count))
-    return share, (
-        f"each of {count} devices holds the whole model and takes {share} of the {tokens} tokens; "
-        "sharding and communication are not planned yet",
-    )

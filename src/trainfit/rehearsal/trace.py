@@ -58,6 +58,7 @@ class Tracer:
     def __init__(self, workload: Workload, hardware: Hardware) -> None:
         self.workload, self.hardware = workload, hardware
         self._cost = operator_cost(hardware)
+        self._traces: dict[tuple[Any, ...], ModelTrace] = {}
         self._tuples = False  # whether blocks return tuples; known after the first one has run
         with fake_tensors() as self._mode, model_errors():
             self._build = prepare(workload, accelerator("cpu"))
@@ -68,8 +69,16 @@ class Tracer:
     ) -> ModelTrace:
         """Every tier of every structure, and the shell with the loss in each number of chunks.
 
-        accumulates: parameters hold the gradients of earlier micro batches already.
+        accumulates: parameters hold the gradients of earlier micro batches already. The same call is traced once.
         """
+        key = (micro_batch_size, precision, tuple(chunks), accumulates)
+        if key not in self._traces:
+            self._traces[key] = self._trace(*key)
+        return self._traces[key]
+
+    def _trace(
+        self, micro_batch_size: int, precision: Precision, chunks: Iterable[int], accumulates: bool
+    ) -> ModelTrace:
         with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
             blocks = {
