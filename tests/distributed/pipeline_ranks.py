@@ -204,10 +204,6 @@ def train_one(case: Case) -> Trained:
     return found
 
 
-def train_all(cases: list[Case]) -> list[Trained]:
-    return [train_one(case) for case in cases]
-
-
 def uneven(number: int) -> list[MicroBatch]:
     """Windows that do not fill the pipeline: one micro batch, two of other shapes, three."""
     tokens, labels = batch_of(number)
@@ -234,3 +230,8 @@ def _numbers(result: StepResult) -> tuple[float, float]:
 def step_unevenly(cases: list[Case]) -> list[list[tuple[float, float]]]:
     """Loss and gradient norm of one step for each uneven window, for each case."""
     return [[_numbers(new_step(case)(uneven(number))) for number in range(3)] for case in cases]
+
+
+def run_cases(cases: list[Case], unevenly: list[Case]) -> tuple[list[Trained], list[list[tuple[float, float]]]]:
+    """All that one start of ranks is asked."""
+    return [train_one(case) for case in cases], step_unevenly(unevenly)

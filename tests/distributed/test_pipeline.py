@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from pipeline_ranks import (
     Case,
     Trained,
-    step_unevenly,
-    train_all,
+    run_cases,
     train_plainly,
     uneven_plainly,
 )
@@ -44,11 +44,19 @@ FOUR_RANKS = {
 CASES = [*((2, name) for name in TWO_RANKS), *((4, name) for name in FOUR_RANKS)]
 
 
+UNEVEN = [Case(), Case(pipeline=INTERLEAVED, accumulation=4)]
+
+
 @cache
+def answers(world_size: int) -> list[Any]:
+    """All that is asked of so many ranks, in one start of them."""
+    two = world_size == 2
+    return run_ranks(run_cases, world_size, list((TWO_RANKS if two else FOUR_RANKS).values()), UNEVEN if two else [])
+
+
 def trained(world_size: int) -> list[dict[str, Trained]]:
-    """All cases of so many ranks, in one start of them: by rank, by name."""
-    cases = TWO_RANKS if world_size == 2 else FOUR_RANKS
-    return [dict(zip(cases, found)) for found in run_ranks(train_all, world_size, list(cases.values()))]
+    """By rank, by name of the case."""
+    return [dict(zip(TWO_RANKS if world_size == 2 else FOUR_RANKS, found)) for found, _ in answers(world_size)]
 
 
 @cache
@@ -110,17 +118,9 @@ def test_tied_weights_stay_equal_to_the_bit():
         assert all(torch.equal(first[name], last[name]) for name in both)
 
 
-UNEVEN = [Case(), Case(pipeline=INTERLEAVED, accumulation=4)]
-
-
-@cache
-def of_uneven_windows() -> list[list[list[tuple[float, float]]]]:
-    return run_ranks(step_unevenly, 2, UNEVEN)
-
-
 @pytest.mark.parametrize("number", range(len(UNEVEN)))
 def test_windows_that_do_not_fill_the_pipeline(number: int):
     expected = uneven_plainly(UNEVEN[number])
-    for found in of_uneven_windows():
+    for _, found in answers(2):
         for pair, expected_pair in zip(found[number], expected, strict=True):
             assert pair == pytest.approx(expected_pair, rel=1e-5)
