@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+import trainfit.train.storage as storage_module
 from trainfit.errors import ResumeError
 from trainfit.hardware import Ranks
 from trainfit.train.checkpoint import RunState, list_checkpoints, read_state
 from trainfit.train.packing import Position
+from trainfit.train.pieces import share_out
 from trainfit.train.saving import Checkpoints
+from trainfit.train.storage import DTYPE_NAMES, Entry, facts_of, write_safetensors
 
 
 def tiny(width=4):
@@ -119,3 +124,74 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
         pass
     with folder.locked():
         pass  # free again
+
+
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path, monkeypatch):
+    """Returns before anything is written; what training changes meanwhile is not in it; told once it is there."""
+    model, optimizer = tiny()
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": parameter * 2, "exp_avg_sq": parameter * 3}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    may_write, told = threading.Event(), []
+    write = storage_module._bytes_of
+    monkeypatch.setattr(storage_module, "_bytes_of", lambda entry: (may_write.wait(20), write(entry))[1])
+    with Checkpoints(
+        tmp_path, Ranks(), keep=1, asynchronous=True, on_saved=lambda step, path: told.append((step, path))
+    ) as checkpoints:
+        checkpoints.save(RunState(1, Position(0, 4), 10), model, optimizer, (torch.get_rng_state(),))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+                optimizer.state[parameter]["exp_avg"].zero_()
+        assert not list_checkpoints(tmp_path)
+        assert told == []
+        may_write.set()
+    assert told == [(1, tmp_path / "step-00000001")]
+    Checkpoints(tmp_path, Ranks(), keep=1).load(told[0][1], model, optimizer)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], 2 * before[name])
+
+
+def test_another_dtype_is_refused_and_not_cast(tmp_path):
+    path = save_tiny(tmp_path)
+    model, optimizer = tiny()
+    with pytest.raises(ResumeError, match=r"4 of 4 tensors differ in dtype, 0\.bias is F32 there and BF16 here"):
+        Checkpoints(tmp_path, Ranks(), keep=1).load(path, model.to(torch.bfloat16), optimizer)
+
+
+def test_a_damaged_index_is_refused(tmp_path):
+    path = save_tiny(tmp_path)
+    (path / "index.json").unlink()
+    with pytest.raises(ResumeError, match=r"index\.json has 0 bytes"):
+        read_state(path)
+
+
+def test_replicas_share_the_work_and_each_piece_has_one_writer():
+    """4 ranks: pairs hold the same shards, all hold the same vectors, one has a piece of its own."""
+    shards = [{("weight", (8 * (rank // 2), 0)): 800, ("bias", (0,)): 100, ("norm", (0,)): 60} for rank in range(4)]
+    shards[3]["rng", (0,)] = 70
+    mine = [share_out(shards, rank) for rank in range(4)]
+    assert sorted(key for keys in mine for key in keys) == sorted({key for held in shards for key in held})
+    assert all(keys <= held.keys() for keys, held in zip(mine, shards))
+    loads = [sum(shards[rank][key] for key in mine[rank]) for rank in range(4)]
+    assert sorted(loads) == [100, 70 + 60, 800, 800]
+
+
+@pytest.mark.parametrize("dtype", list(DTYPE_NAMES))
+def test_files_are_those_of_safetensors(tmp_path, dtype):
+    """Read by the format's own reader: without dims, without rows, strided; and what the facts say is on the disk."""
+    values = torch.arange(24).reshape(4, 6)
+    tensors = {"b.strided": values.t(), "a": values, "none": values[:0], "c.one": values[1, 2], "odd": values[0, :3]}
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()} | {"z.byte": torch.tensor([7]).byte()}
+    entries = {
+        name: Entry(tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor) for name, tensor in tensors.items()
+    }
+    facts = write_safetensors(tmp_path / "file", entries, {"format": "pt"})
+    assert facts == facts_of(tmp_path / "file")
+    loaded = load_file(tmp_path / "file")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].contiguous().view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+        assert loaded[name].shape == tensor.shape

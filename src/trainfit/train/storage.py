@@ -73,6 +73,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mappin
             file.write(data)
             digest.update(data)
             num_bytes += len(data)
+            del data  # before the next is read
         file.flush()
         os.fsync(file.fileno())
     return FileFacts(num_bytes, digest.hexdigest())
