@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainfit.errors import DeviceError
 from trainfit.hardware.launch import backend_of
+from trainfit.hardware.rendezvous import rendezvous
 from trainfit.hardware.runtime import Accelerator
 from trainfit.profile import MESH_DIMS, Mesh, MeshDim
 
@@ -117,7 +118,9 @@ def process_group(device: Accelerator, *, timeout_seconds: float = 60.0) -> Iter
 
     timeout_seconds: after which a collective that some rank never joins fails.
     """
-    dist.init_process_group(backend_of(device), timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    store, rank, size = rendezvous(timeout)
+    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield
     finally:
