@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trainfit.hardware import DTYPES
 from trainfit.profile import Zero
 from trainfit.techniques.base import Build, Observer, Stage
+from trainfit.techniques.every_block import EveryBlock
 from trainfit.techniques.replicas import ReplicaSync
 from trainfit.workload.batch import MicroBatch
 
@@ -44,6 +45,7 @@ class ZeroStages:
             return
         build.root = root = LossModule(build)
         shard(root, build, setting)
+        root.every_block = EveryBlock(build.blocks)
         build.sync = ShardSync(root, setting)
 
 
@@ -54,9 +56,13 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = build.model
         self._build = build
+        self.every_block: EveryBlock | None = None
 
     def forward(self, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
-        return self._build.forward(batch, scale, observe)
+        if self.every_block is None:
+            return self._build.forward(batch, scale, observe)
+        self.every_block.begin()
+        return self.every_block.join(self._build.forward(batch, scale, observe))
 
 
 def shard(root: nn.Module, build: Build, zero: Zero) -> None:
