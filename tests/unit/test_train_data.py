@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from contextlib import suppress
 from itertools import chain, islice
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainfit.errors import DataError, ResumeError
+from trainfit.hardware import Ranks
+from trainfit.profile import Mesh
 from trainfit.train.data import prepare_data
 from trainfit.train.documents import list_documents, split_documents, split_text
+from trainfit.train.evaluate import held_out_loss
 from trainfit.train.packing import PackedTokens, Position, unigram_loss, updates_per_epoch, windows
 from trainfit.train.recipe import DataSettings, Recipe, TokenizerSettings
 from trainfit.train.tokenizer import END_OF_TEXT, encode, train_tokenizer
+from trainfit.workload.batch import IGNORED_LABEL
 
 WORDS = "the cat sat on a mat and the dog ran to the red house by the sea\n"
 
@@ -240,3 +248,74 @@ def test_a_given_tokenizer_is_used(tmp_path):
     settings = recipe(tmp_path, tokenizer={"path": "own.json"})
     assert prepare_data(settings, tmp_path / "data", max_vocab_size=300).vocab_size == own.get_vocab_size()
     assert settings.data.tokenizer == TokenizerSettings(path="own.json")
+
+
+def inputs_of(batch):
+    return [row[0].item() for row, labels in zip(batch.inputs, batch.labels) if (labels != IGNORED_LABEL).any()]
+
+
+@given(
+    num_sequences=st.integers(1, 40),
+    micro_batch_size=st.integers(1, 5),
+    per_update=st.integers(1, 17),
+    ranks=st.integers(1, 5),
+    start=st.integers(0, 39),
+)
+def test_the_shares_of_all_ranks_are_the_window_of_one_process(
+    num_sequences, micro_batch_size, per_update, ranks, start
+):
+    """Also in short windows, with more ranks than rows and from any position; every rank has as many micro batches."""
+    data, position = packed(num_sequences), Position(0, min(start, num_sequences - 1))
+    streams = [windows(data, micro_batch_size, per_update, position, 1, (rank, ranks)) for rank in range(ranks)]
+    alone = windows(data, micro_batch_size, per_update, position, 1)
+    for _ in range(2 * updates_per_epoch(num_sequences, per_update)):
+        whole, after = next(alone)
+        shares, positions = zip(*(next(stream) for stream in streams))
+        assert set(positions) == {after}
+        assert {len(share) for share in shares} == {-(-sum(len(b.inputs) for b in whole) // (micro_batch_size * ranks))}
+        assert [row for step in zip(*shares) for batch in step for row in inputs_of(batch)] == [
+            row for batch in whole for row in inputs_of(batch)
+        ]
+        assert all(1 <= len(batch.inputs) <= micro_batch_size for share in shares for batch in share)
+        assert sum(batch.num_tokens for share in shares for batch in share) == sum(b.num_tokens for b in whole)
+        assert all(batch.num_tokens == int((batch.labels != IGNORED_LABEL).sum()) for s in shares for batch in s)
+
+
+def test_ranks_evaluate_their_shares_to_the_loss_of_one_process():
+    data, batch_size, ranks = packed(50), 3, 4
+    indices = data.spread(17)
+
+    def evaluate(batch):
+        return batch.inputs[batch.labels != IGNORED_LABEL].double().sqrt().sum(), batch.num_tokens
+
+    class OneOf(Ranks):
+        """A rank whose sums are only noted."""
+
+        noted: ClassVar[list[torch.Tensor]] = []
+        number = 0
+
+        @property
+        def data_index(self):
+            return self.number
+
+        def sum(self, values, *dims):
+            assert dims == ("replicate", "shard")
+            self.noted.append(values.clone())
+            return values
+
+    calls = Counter()
+    for number in range(ranks):
+        rank = OneOf(Mesh(replicate=2, shard=2))
+        object.__setattr__(rank, "number", number)
+
+        def counted(batch, number=number):
+            calls[number] += 1
+            return evaluate(batch)
+
+        # A rank without a valid label divides by zero only because this stand-in adds nothing up.
+        with suppress(ZeroDivisionError):
+            held_out_loss(counted, data, indices, batch_size, rank)
+    assert set(calls.values()) == {2}
+    total, tokens = torch.stack(OneOf.noted).sum(0).tolist()
+    assert tokens == 17 * 4
+    assert total / tokens == pytest.approx(held_out_loss(evaluate, data, indices, batch_size), rel=1e-12)

@@ -128,6 +128,10 @@ class Accelerator:
         """Context that puts work on a stream from new_stream(); does nothing on the cpu."""
         return nullcontext() if self._module is None or stream is None else self._module.stream(stream)
 
+    def current_stream(self) -> Any:
+        """The stream on which work of this thread is put; None on the cpu."""
+        return None if self._module is None else self._module.current_stream(self.device)
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether error says that this device has no memory left for an allocation."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):

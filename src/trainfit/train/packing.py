@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainfit.workload.batch import MicroBatch
+from trainfit.workload.batch import IGNORED_LABEL, MicroBatch
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 Indices = NDArray[np.int64]
@@ -58,13 +58,39 @@ def updates_per_epoch(num_sequences: int, sequences_per_update: int) -> int:
     return ceil(num_sequences / sequences_per_update)
 
 
+Share = tuple[int, int]
+WHOLE: Share = (0, 1)
+
+
+def shared_batches(data: PackedTokens, indices: Indices, batch_size: int, share: Share = WHOLE) -> Iterator[MicroBatch]:
+    """The sequences at indices, batch_size at a time: what rank share[0] of share[1] gets of them.
+
+    Each micro step takes batch_size sequences for every rank, in the order of the ranks, and the last one what is left.
+    All ranks get as many batches: one for which nothing is left gets a row without a valid label.
+    """
+    rank, count = share
+    for start in range(0, len(indices), batch_size * count):
+        own = indices[start + rank * batch_size : start + (rank + 1) * batch_size]
+        yield data.rows(own) if len(own) else _without_labels(data.rows(indices[start : start + 1]))
+
+
+def _without_labels(batch: MicroBatch) -> MicroBatch:
+    return MicroBatch(batch.inputs, torch.full_like(batch.labels, IGNORED_LABEL), 0)
+
+
 def windows(
-    data: PackedTokens, micro_batch_size: int, sequences_per_update: int, position: Position, seed: int
+    data: PackedTokens,
+    micro_batch_size: int,
+    sequences_per_update: int,
+    position: Position,
+    seed: int,
+    share: Share = WHOLE,
 ) -> Iterator[tuple[list[MicroBatch], Position]]:
     """Micro batches of one update after another, without end, each with the position after it.
 
     An update takes sequences_per_update, whatever the micro batch: its last micro batch may be short. The order of an
     epoch is a function of seed and epoch. The last window of an epoch has what is left; it never reaches into the next.
+    share: see shared_batches; positions are those of all ranks together.
     """
     epoch, index = position.epoch, position.index
     while True:
@@ -73,7 +99,7 @@ def windows(
             chosen = order[index : index + sequences_per_update]
             index += len(chosen)
             after = Position(epoch, index) if index < len(order) else Position(epoch + 1, 0)
-            yield [data.rows(chosen[i : i + micro_batch_size]) for i in range(0, len(chosen), micro_batch_size)], after
+            yield list(shared_batches(data, chosen, micro_batch_size, share)), after
         epoch, index = epoch + 1, 0
 
 
