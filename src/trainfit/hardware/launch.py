@@ -18,11 +18,12 @@ from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from trainfit.errors import OtherRankError, TrainfitError
+from trainfit.hardware.rendezvous import rendezvous
 from trainfit.hardware.runtime import Accelerator
 
+_START = timedelta(minutes=10)  # machines come up one after another
 _PATIENCE = timedelta(days=1)  # torchrun ends everyone when a rank dies, so waiting needs no shorter limit
 
 
@@ -53,9 +54,8 @@ class Launch:
 
     @cached_property
     def _store(self) -> Store:
-        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=_PATIENCE))
-        # The store outlives a restart, and so would the keys.
-        return PrefixStore(f"trainfit/{self.restarts}", store)
+        store, _, _ = rendezvous(_START)
+        return PrefixStore("trainfit", store)
 
     def share(self, name: str, make: Callable[[], str]) -> str:
         """Text that rank 0 makes, on every rank.

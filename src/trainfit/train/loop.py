@@ -76,7 +76,7 @@ def train(
         setup.on_event(_started(run, workload, baseline))
         metrics = _metrics(run, launch)
         stack.enter_context(metrics)
-        with _deferred_interrupt() as stop, run.checkpoints:
+        with _deferred_interrupt() as stop, run.watch, run.checkpoints:
             interrupted = run.go(metrics, stop, measured)
         report = run.report(interrupted=interrupted, unigram_loss=baseline, total_seconds=time.perf_counter() - began)
         if not interrupted and launch.is_first:

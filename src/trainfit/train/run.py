@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -19,10 +19,12 @@ from trainfit.train.events import Evaluated, Event, Interrupted, Measured, Saved
 from trainfit.train.measured import MEASURED_UPDATE, MeasuredUpdate
 from trainfit.train.metrics import MetricsWriter, NoMetrics
 from trainfit.train.packing import Indices, Position, windows
+from trainfit.train.prefetch import Prefetch
 from trainfit.train.recipe import Recipe
 from trainfit.train.run_folder import RunFolder
 from trainfit.train.saving import Checkpoints
 from trainfit.train.schedule import learning_rate_at
+from trainfit.train.watch import StallWatch
 from trainfit.workload.batch import MicroBatch
 
 OnEvent = Callable[[Event], None]
@@ -58,6 +60,9 @@ class Run:
             asynchronous=not accelerator.shares_host_memory,
             on_saved=self._saved,
         )
+        self.watch = StallWatch.of(step)
+        if step.ranks.is_real:
+            step.observer = self.watch.observe
         self._updates = 0  # of this process, unlike step_number
         self._seconds, self._timed_tokens, self._timed_seconds = 0.0, 0, 0.0
 
@@ -68,27 +73,38 @@ class Run:
 
     def go(self, metrics: MetricsWriter | NoMetrics, stop: Callable[[], bool], measured: MeasuredUpdate | None) -> bool:
         """Updates until the last, or until stop() after one. Returns whether it was stopped before the last."""
-        per_update, micro_batch_size = self.recipe.sequences_per_step, self.step.strategy.micro_batch_size
-        source = windows(self.data.train, micro_batch_size, per_update, self.position, self.recipe.seed)
-        ranks = self.step.ranks
+        ranks, watch = self.step.ranks, self.watch
         stopped = ranks.any(stop())
-        while self.step_number < self.steps and not stopped:
-            window, position = next(source)
-            done = self._update(window, measured)
-            self.step_number, self.position = done.step, position
-            values = {name: value for name, value in asdict(done).items() if name not in ("step", "steps", "epoch")}
-            metrics.write(done.step, values)
-            self.on_event(done)
-            stopped = ranks.any(stop()) and self.step_number < self.steps
-            if stopped:
-                self.on_event(Interrupted(self.step_number))
-            elif self._due(self.recipe.evaluation.every):
-                self._evaluate(metrics)
-            if stopped or self._due(self.recipe.save.every):
-                self._save()
+        with Prefetch(self._windows(), self.accelerator) as source:
+            while self.step_number < self.steps and not stopped:
+                watch.begin("waiting for data")
+                window, position = next(source)
+                watch.begin_step(self.step_number + 1)
+                done = self._update(window, measured)
+                self.step_number, self.position = done.step, position
+                values = {name: value for name, value in asdict(done).items() if name not in ("step", "steps", "epoch")}
+                metrics.write(done.step, values)
+                self.on_event(done)
+                stopped = ranks.any(stop()) and self.step_number < self.steps
+                if stopped:
+                    self.on_event(Interrupted(self.step_number))
+                elif self._due(self.recipe.evaluation.every):
+                    watch.begin("evaluating")
+                    self._evaluate(metrics)
+                if stopped or self._due(self.recipe.save.every):
+                    with watch.waiting_allowed("saving"):
+                        self._save()
         if self.measured is None and self._updates >= MEASURED_UPDATE:
             self.measured_peak_bytes = self.accelerator.memory.peak_bytes()
         return stopped
+
+    def _windows(self) -> Iterator[tuple[list[MicroBatch], Position]]:
+        """This rank's micro batches of one update after another."""
+        share = self.step.ranks.data_index, self.step.ranks.mesh.data
+        size = self.step.strategy.micro_batch_size
+        return windows(
+            self.data.train, size, self.recipe.sequences_per_step, self.position, self.recipe.seed, share=share
+        )
 
     def _due(self, every: int) -> bool:
         return self.step_number % every == 0 or self.step_number == self.steps
@@ -152,7 +168,7 @@ class Run:
 
     def _evaluate(self, metrics: MetricsWriter | NoMetrics) -> None:
         batch_size = self.step.strategy.micro_batch_size
-        loss = held_out_loss(self.step.evaluate, self.data.held_out, self.held_out_indices, batch_size)
+        loss = held_out_loss(self.step.evaluate, self.data.held_out, self.held_out_indices, batch_size, self.step.ranks)
         self.last_held_out_loss = loss
         metrics.write(self.step_number, {"held_out_loss": loss})
         self.on_event(Evaluated(self.step_number, loss))
