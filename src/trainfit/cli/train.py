@@ -60,6 +60,8 @@ def train(
 
         launch = Launch.from_environment()
         # What torchrun starts anew after a failure goes on where the last save was, if there is one.
+        # Rank 0 first, so that what is wrong with a recipe is said once.
+        launch.share("recipe", lambda: load_recipe(recipe, overrides or ()).hash)
         settings = load_recipe(recipe, overrides or ())
         folder = Path(settings.run_folder).expanduser()
         resume = resume or (launch.restarts > 0 and bool(list_checkpoints(folder / CHECKPOINTS_FOLDER)))
