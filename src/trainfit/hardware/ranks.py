@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainfit.errors import DeviceError
-from trainfit.hardware.launch import backend_of
-from trainfit.hardware.rendezvous import rendezvous
+from trainfit.hardware.launch import Launch
 from trainfit.hardware.runtime import Accelerator
 from trainfit.profile import MESH_DIMS, Mesh, MeshDim
 
@@ -112,19 +110,9 @@ def ranks_of(mesh: Mesh, device: Accelerator) -> Ranks:
     return Ranks(mesh, init_device_mesh(device.device.type, mesh.shape, mesh_dim_names=MESH_DIMS))
 
 
-@contextmanager
-def process_group(device: Accelerator, *, timeout_seconds: float = 60.0) -> Iterator[None]:
-    """The process group of a torchrun launch, taken down in the end: gloo can abort at exit otherwise.
-
-    timeout_seconds: after which a collective that some rank never joins fails.
-    """
-    timeout = timedelta(seconds=timeout_seconds)
-    store, rank, size = rendezvous(timeout)
-    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size, timeout=timeout)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def process_group(device: Accelerator, *, timeout_seconds: float = 60.0) -> AbstractContextManager[None]:
+    """The process group of the processes that environment variables name, as torchrun sets them."""
+    return Launch.from_environment().process_group(device, timeout_seconds=timeout_seconds)
 
 
 @contextmanager
