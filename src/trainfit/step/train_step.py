@@ -57,7 +57,7 @@ class TrainStep:
         self.root: nn.Module = build.root or build.model  # what is sharded as one; its modules are all that are
         self._compute_loss = build.root or build.forward
         self._evaluate = build.evaluate
-        self._run_window = build.run_window or self._one_after_another
+        self._run_window = build.run_window  # no bound method: a step must die with its last reference
         self._sync = build.sync
         self.ranks: Ranks = build.ranks
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -87,7 +87,8 @@ class TrainStep:
         The window is that of all ranks; each gives its own micro batches, as many as the others.
         """
         num_tokens = self._count_tokens(micro_batches)
-        total = self._run_window(micro_batches, 1.0 / num_tokens, self.observer)
+        run_window = self._run_window or self._one_after_another
+        total = run_window(micro_batches, 1.0 / num_tokens, self.observer)
         self._sync.finish()
         return self.ranks.sum(total, "replicate", "shard"), num_tokens
 
