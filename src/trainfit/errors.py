@@ -9,6 +9,7 @@ TrainfitError
 │   ├── DoesNotFitError             no strategy is small enough for the budget
 │   └── ResumeError                 a run folder cannot be resumed from
 ├── RecomputeError (RuntimeError)   a block did not recompute what its forward had saved
+├── RankError                       one of the processes that measure() starts failed, or all took too long
 └── OtherRankError                  another process of the run stopped, and said why: its exit code
 
 Every message is one line: what, the numbers, the next move.
@@ -55,6 +56,10 @@ class ResumeError(InputError):
 
 class RecomputeError(TrainfitError, RuntimeError):
     """A block did not recompute what its forward had saved."""
+
+
+class RankError(TrainfitError):
+    """A process that was started here failed, or all of them took too long."""
 
 
 class OtherRankError(TrainfitError):

@@ -84,6 +84,32 @@ def test_rehearse_follows_its_options(capsys):
     assert {"precision auto took bf16 on h100", "loss chunks auto took 1"} <= set(other["notes"])
 
 
+def test_rehearse_takes_a_mesh(capsys):
+    options = ("--devices", "8", "--zero-stage", "3", "--replicate", "2", "--accumulation", "2", "--device", "h100")
+    profile = run_json(capsys, "rehearse", "config.json", *STEP, *options, "--rank", "5")
+    assert profile["strategy"]["mesh"] == {"pipeline": 1, "replicate": 2, "shard": 4, "tensor": 1}
+    assert profile["strategy"]["zero"]["stage"] == 3
+    assert profile["rank"] == 5
+    assert profile["collectives"]["reduce_scatter"]["count"] == 2 * (3 + 1)
+    assert profile["collectives"]["all_gather"]["group_sizes"] == [4]
+    assert 0 < profile["exposed_communication_seconds"] <= profile["communication_seconds"]
+    text = run_text(capsys, "rehearse", "config.json", *STEP, *options)
+    for words in ("replicate 2 x shard 4, ZeRO 3", "Peak of rank 0", "reduce_scatter", "not hidden"):
+        assert words in text
+    replicas = run_json(capsys, "rehearse", "config.json", *STEP, "--devices", "4")
+    assert replicas["strategy"]["mesh"]["replicate"] == 4
+    assert replicas["strategy"]["zero"]["stage"] == 0
+
+
+def test_measure_starts_its_ranks(capsys):
+    options = ("--devices", "2", "--zero-stage", "2", "--steps", "0", "--device", "cpu")
+    answer = run_json(capsys, "measure", "config.json", *STEP, *options)
+    assert [profile["rank"] for profile in answer["ranks"]] == [0, 1]
+    assert answer["measured"]["peak_bytes"] == max(profile["peak_bytes"] for profile in answer["ranks"])
+    assert answer["predicted"]["rank"] == answer["measured"]["rank"]
+    assert abs(answer["relative_error"]) < 0.02
+
+
 def test_auto_precision_on_a_cpu_is_fp32(capsys):
     profile = run_json(capsys, "rehearse", "config.json", *STEP, "--device", "cpu", "--precision", "auto")
     assert profile["strategy"]["precision"] == "fp32"

@@ -87,6 +87,18 @@ CASES = [
     (["rehearse", *MODEL, "--precision", "fp8"], "bf16"),
     (["rehearse", *MODEL, "--precision", "bf16", "--device", "ascend-910a"], "ascend-910a has no bf16"),
     ([*TARGET, "--may-change", "model"], "precision"),
+    # meshes
+    (["rehearse", *MODEL, "--devices", "0"], "--devices is 0"),
+    (["rehearse", *MODEL, "--devices", "4", "--zero-stage", "4"], "--zero-stage is 4"),
+    (["rehearse", *MODEL, "--zero-stage", "3"], "has 1 device to share over"),
+    (["rehearse", *MODEL, "--devices", "8", "--tensor", "3"], "give 6 or 9"),
+    (["rehearse", *MODEL, "--devices", "2", "--tensor", "4"], "--tensor is 4"),
+    (["rehearse", *MODEL, "--devices", "8", "--zero-stage", "2", "--replicate", "3"], "does not divide the 8 devices"),
+    (["rehearse", *MODEL, "--devices", "8", "--zero-stage", "2", "--replicate", "8"], "replicate 8)"),
+    (["rehearse", *MODEL, "--devices", "8", "--replicate", "2"], "makes 8 replicas"),
+    (["rehearse", *MODEL, "--devices", "8", "--rank", "8"], "--rank is 8"),
+    (["rehearse", "recipe.yaml", "--devices", "8"], "--micro-batch"),
+    (["verify", *MODEL, "--devices", "2"], "--devices"),
     # devices
     (["rehearse", *MODEL, "--device", "h10"], "h100"),
     (["plan", *MODEL, "--device", "ascend-910b9", "--tokens-per-step", "64"], "ascend-910b"),

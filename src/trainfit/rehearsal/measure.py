@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def measure(
     if strategy.mesh.size > 1:
         profiles = measure_ranks(workload, strategy, device, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
         return max(profiles, key=lambda profile: profile.peak_bytes)
-    return _measure_here(device, workload, strategy, steps, max_grad_norm, seed)
+    return measure_rank(device, workload, strategy, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
 
 
 def measure_ranks(
@@ -61,13 +62,20 @@ def measure_ranks(
     """
     if dist.is_initialized():
         raise DeviceError("measure() starts its ranks itself; call it from a single process, not under torchrun")
-    arguments = (workload, strategy, steps, max_grad_norm, seed)
-    return run_on_ranks(_measure_here, strategy.mesh.size, device.kind, *arguments)
+    measure_this = partial(measure_rank, steps=steps, max_grad_norm=max_grad_norm, seed=seed)
+    return run_on_ranks(measure_this, strategy.mesh.size, device.kind, workload, strategy)
 
 
-def _measure_here(
-    device: Accelerator, workload: Workload, strategy: Strategy, steps: int, max_grad_norm: float | None, seed: int
+def measure_rank(
+    device: Accelerator,
+    workload: Workload,
+    strategy: Strategy,
+    *,
+    steps: int = 3,
+    max_grad_norm: float | None = 1.0,
+    seed: int = 0,
 ) -> Profile:
+    """measure() on this process alone; with a mesh, all its ranks call this."""
     gc.collect()  # what dies of itself while the step is recorded would count as freed by it
     torch.manual_seed(seed)
     recorded = RecordedRun(device)

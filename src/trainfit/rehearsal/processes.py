@@ -15,16 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from trainfit.errors import ModelError, TrainfitError
+from trainfit.errors import ModelError, RankError, TrainfitError
 from trainfit.hardware import accelerator
 from trainfit.hardware.ranks import process_group
 
 COLLECTIVE_SECONDS = 600.0
 Answer = TypeVar("Answer")
-
-
-class RankError(TrainfitError):
-    """A process of several failed, or all of them took too long."""
 
 
 def run_on_ranks(
@@ -58,7 +54,7 @@ def _run_rank(rank: int, size: int, kind: str, port: int, folder: str, payload: 
     torch.set_num_threads(1)
     try:
         function, args = pickle.loads(payload)
-        device = accelerator(f"{kind}:{rank}")
+        device = accelerator(kind, index=rank)
         with process_group(device, timeout_seconds=COLLECTIVE_SECONDS):
             answer = function(device, *args)
     except TrainfitError as error:

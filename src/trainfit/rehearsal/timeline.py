@@ -57,7 +57,7 @@ class Timeline:
         gathers_ahead: FSDP's own all-gather, which starts as soon as its buffer is free.
         in_backward: a gradient's reduction is waited for later than its first use.
         """
-        begin = self._copied_out if gathers_ahead else self.compute
+        begin = self._copied_out if gathers_ahead and self.overlaps else self.compute
         self.links = max(self.links, begin) + seconds
         if not self.overlaps:
             return self._wait(self.links)

@@ -283,8 +283,8 @@ def _replay(events: list[Event]) -> tuple[dict[Phase, int], _Peak]:
     phases: dict[Phase, int] = {}
     live, peak = 0, _Peak()
     for position, event in enumerate(events):
-        live += event.num_bytes
-        phases[event.phase] = max(phases.get(event.phase, 0), live)
+        before, live = live, live + event.num_bytes
+        phases[event.phase] = max(phases.get(event.phase, 0), before, live)
         if live > peak.total:
             peak = _Peak(live, event, position)
     return {phase: phases[phase] for phase in PHASES if phase in phases}, peak

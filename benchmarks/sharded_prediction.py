@@ -1,0 +1,89 @@
+"""Predicted against measured peak of each rank's second step: python benchmarks/sharded_prediction.py [family ...]
+
+2 and 4 ranks over gloo: stages 0 to 3 and hybrid, accumulation 1 and 3, three tiers, loss chunked or not; not every
+product of them, but each value with each stage. Prints a table; exits 1 if an error is above 2 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from tiny_models import TINY_CONFIGS
+from trainfit.hardware import Accelerator, this_machine
+from trainfit.profile import Mesh, Profile, Zero
+from trainfit.rehearsal import rehearse
+from trainfit.rehearsal.measure import measure_rank
+from trainfit.rehearsal.processes import run_on_ranks
+from trainfit.step import Strategy, parse_tiers
+from trainfit.step.strategy import describe_strategy
+from trainfit.units import format_bytes
+from trainfit.workload import Workload, workload_from_config
+
+LIMIT = 0.02
+LAYOUTS = (
+    (Mesh(replicate=2), Zero(0)),
+    (Mesh(shard=2), Zero(1)),
+    (Mesh(shard=2), Zero(2)),
+    (Mesh(shard=2), Zero(3)),
+    (Mesh(shard=2), Zero(3, prefetch=2)),
+    (Mesh(shard=2), Zero(3, gradient_sync="step")),
+    (Mesh(replicate=4), Zero(0)),
+    (Mesh(shard=4), Zero(1)),
+    (Mesh(shard=4), Zero(3)),
+    (Mesh(shard=4), Zero(3, reshard_size=2)),
+    (Mesh(replicate=2, shard=2), Zero(1)),
+    (Mesh(replicate=2, shard=2), Zero(2)),
+    (Mesh(replicate=2, shard=2), Zero(3)),
+)
+# accumulation, tier, loss chunks
+KNOBS = ((1, "keep", 1), (3, "pointwise", 4), (3, "full", 1), (1, "full", 4))
+
+
+def measure_all(device: Accelerator, workload: Workload, strategies: Sequence[Strategy]) -> list[Profile]:
+    return [measure_rank(device, workload, strategy, steps=0) for strategy in strategies]
+
+
+def main(families: list[str]) -> int:
+    table = Table("model", "strategy", "rank", "predicted", "measured", "phase", "error %")
+    errors = []
+    for family in families:
+        workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
+        for size in (2, 4):
+            strategies = [
+                Strategy(2, accumulation, tiers=parse_tiers(tier, 4), loss_chunks=chunks, mesh=mesh, zero=zero)
+                for mesh, zero in LAYOUTS
+                if mesh.size == size
+                for accumulation, tier, chunks in KNOBS
+            ]
+            measured = run_on_ranks(measure_all, size, "cpu", workload, strategies)
+            for index, strategy in enumerate(strategies):
+                errors += _compare(table, workload, strategy, [ranks[index] for ranks in measured])
+    Console(width=150).print(table)
+    print(f"{len(errors)} combinations: median error {statistics.median(errors):.4%}, largest {max(errors):.4%}")
+    return int(max(errors) > LIMIT)
+
+
+def _compare(table: Table, workload: Workload, strategy: Strategy, measured: Sequence[Profile]) -> list[float]:
+    """The rank whose prediction is furthest off."""
+    rows = []
+    for found in measured:
+        predicted = rehearse(workload, strategy, this_machine("cpu"), rank=found.rank)
+        rows.append((predicted.peak_bytes / found.peak_bytes - 1, predicted, found))
+    error, predicted, found = max(rows, key=lambda row: abs(row[0]))
+    sizes = (format_bytes(predicted.peak_bytes), format_bytes(found.peak_bytes))
+    phases = f"{predicted.peak_phase}/{found.peak_phase}"
+    style = "red" if abs(error) > LIMIT else ""
+    zero = [f"sync each {strategy.zero.gradient_sync}"] if strategy.zero.gradient_sync else []
+    zero += [f"reshard {strategy.zero.reshard_size}"] if strategy.zero.reshard_size else []
+    what = ", ".join([describe_strategy(strategy), *zero])
+    table.add_row(workload.name, what, str(found.rank), *sizes, phases, f"{100 * error:+.3f}", style=style)
+    return [abs(error)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or ["llama"]))
