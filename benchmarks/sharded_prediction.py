@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from tiny_models import TINY_CONFIGS
@@ -25,6 +26,7 @@ from trainfit.units import format_bytes
 from trainfit.workload import Workload, workload_from_config
 
 LIMIT = 0.02
+ERR = Console(stderr=True)
 LAYOUTS = (
     (Mesh(replicate=2), Zero(0)),
     (Mesh(shard=2), Zero(1)),
@@ -49,7 +51,7 @@ def measure_all(device: Accelerator, workload: Workload, strategies: Sequence[St
 
 
 def main(families: list[str]) -> int:
-    table = Table("model", "strategy", "rank", "predicted", "measured", "phase", "error %")
+    table = Table("strategy", "rank", "predicted", "measured", "phase", "error %")
     errors = []
     for family in families:
         workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
@@ -60,29 +62,37 @@ def main(families: list[str]) -> int:
                 if mesh.size == size
                 for accumulation, tier, chunks in KNOBS
             ]
+            predicted = [_rehearse_all(workload, strategy) for strategy in track(strategies, console=ERR)]
             measured = run_on_ranks(measure_all, size, "cpu", workload, strategies)
             for index, strategy in enumerate(strategies):
-                errors += _compare(table, workload, strategy, [ranks[index] for ranks in measured])
+                errors.append(_compare(table, strategy, predicted[index], [ranks[index] for ranks in measured]))
     Console(width=150).print(table)
     print(f"{len(errors)} combinations: median error {statistics.median(errors):.4%}, largest {max(errors):.4%}")
     return int(max(errors) > LIMIT)
 
 
-def _compare(table: Table, workload: Workload, strategy: Strategy, measured: Sequence[Profile]) -> list[float]:
-    """The rank whose prediction is furthest off."""
-    rows = []
-    for found in measured:
-        predicted = rehearse(workload, strategy, this_machine("cpu"), rank=found.rank)
-        rows.append((predicted.peak_bytes / found.peak_bytes - 1, predicted, found))
-    error, predicted, found = max(rows, key=lambda row: abs(row[0]))
-    sizes = (format_bytes(predicted.peak_bytes), format_bytes(found.peak_bytes))
-    phases = f"{predicted.peak_phase}/{found.peak_phase}"
-    style = "red" if abs(error) > LIMIT else ""
+def _rehearse_all(workload: Workload, strategy: Strategy) -> list[Profile]:
+    return [rehearse(workload, strategy, this_machine("cpu"), rank=rank) for rank in range(strategy.mesh.size)]
+
+
+def _compare(table: Table, strategy: Strategy, predicted: Sequence[Profile], measured: Sequence[Profile]) -> float:
+    """Adds a row for the rank whose prediction is furthest off; returns by how much."""
+    errors = [each.peak_bytes / found.peak_bytes - 1 for each, found in zip(predicted, measured)]
+    rank = max(range(len(errors)), key=lambda rank: abs(errors[rank]))
+    each, found, error = predicted[rank], measured[rank], errors[rank]
     zero = [f"sync each {strategy.zero.gradient_sync}"] if strategy.zero.gradient_sync else []
     zero += [f"reshard {strategy.zero.reshard_size}"] if strategy.zero.reshard_size else []
-    what = ", ".join([describe_strategy(strategy), *zero])
-    table.add_row(workload.name, what, str(found.rank), *sizes, phases, f"{100 * error:+.3f}", style=style)
-    return [abs(error)]
+    zero += [f"prefetch {strategy.zero.prefetch}"] if strategy.zero.prefetch > 1 else []
+    table.add_row(
+        ", ".join([describe_strategy(strategy), *zero]),
+        str(rank),
+        format_bytes(each.peak_bytes),
+        format_bytes(found.peak_bytes),
+        f"{each.peak_phase}/{found.peak_phase}",
+        f"{100 * error:+.3f}",
+        style="red" if abs(error) > LIMIT else "",
+    )
+    return abs(error)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ STAGES = {
     "hybrid 2": (HYBRID, Zero(2)),
     "hybrid 3": (HYBRID, Zero(3)),
     "three ranks": (Mesh(shard=3), Zero(3)),
+    "kept within pairs": (Mesh(shard=4), Zero(3, reshard_size=2)),
 }
 
 
@@ -90,6 +91,13 @@ def test_a_rehearsal_counts_what_theory_says(stage: str, accumulation: int):
     strategy = strategy_of(accumulation_steps=accumulation, mesh=mesh, zero=zero)
     workload = workload_of()
     assert counted(rehearse(workload, strategy, CPU).collectives) == expected(workload, strategy)
+
+
+def test_parameters_that_pairs_keep_are_gathered_again_within_pairs():
+    mesh, zero = STAGES["kept within pairs"]
+    profile = rehearse(workload_of(), strategy_of(mesh=mesh, zero=zero), CPU)
+    assert profile.collectives["all_gather"].group_sizes == (2, 4)
+    assert profile.collectives["reduce_scatter"].group_sizes == (4,)
 
 
 @pytest.mark.parametrize("activation", ["full", "pointwise", "attention", "1*full,1*keep,1*pointwise"])

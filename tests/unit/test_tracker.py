@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.profile import CATEGORIES
+from trainfit.rehearsal.events import Event, in_place_additions
 from trainfit.rehearsal.operators import OperatorCost, temporary_bytes
-from trainfit.rehearsal.tracker import Event, StorageTracker, in_place_additions
+from trainfit.rehearsal.tracker import StorageTracker
 
 KIB = 1024
 COST = OperatorCost({"fp32": 1e9}, bytes_per_second=1e6, launch_seconds=1e-3)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
@@ -96,10 +98,27 @@ def fake_ranks(mesh: Mesh, rank: int) -> Iterator[Ranks]:
         return
     numbers = random.getstate()  # PyTorch's stand-ins for collectives draw from it
     try:
-        with fake_process_group(mesh.size, rank):
+        with fake_process_group(mesh.size, rank), _real_meshes():
             yield ranks_of(mesh, accelerator("cpu"))
     finally:
         random.setstate(numbers)
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """The mesh over which FSDP keeps parameters after forward is made in fully_shard, and cannot be fake."""
+    name = "_get_post_forward_mesh_info"
+    original = getattr(_fully_shard, name)
+
+    def make(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return original(*args)
+
+    setattr(_fully_shard, name, make)
+    try:
+        yield
+    finally:
+        setattr(_fully_shard, name, original)
 
 
 @contextmanager

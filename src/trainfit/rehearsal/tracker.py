@@ -1,12 +1,5 @@
 """StorageTracker: watches every storage of a step live and die.
 
-NOTE [ Fake gradients are added in place ]
-Autograd adds a second gradient of a tensor into the first one's memory when nobody else holds that (a view's base
-counts as somebody), but never does so for tensor subclasses, which fake tensors are: there it makes a new tensor and
-lets the old one die. The tracker recognises these additions (two tensors added inside backward, with grad mode off,
-the first no view and dying before the next operator) and counts them as the in-place additions that real tensors get.
-Source: can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp.
-
 NOTE [ What FSDP does outside of operators ]
 FSDP frees and makes gathered parameters by UntypedStorage.resize_, which no dispatch mode sees: it is wrapped while the
 tracker is entered. What its own operators read and write says what a storage is: copy-out fills parameters, the copy-in
@@ -30,8 +23,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainfit.profile import CATEGORIES, PHASES, Category, Phase, Profile
+from trainfit.profile import CATEGORIES, Category, Phase, Profile
 from trainfit.rehearsal.collectives import call_of, tally
+from trainfit.rehearsal.events import Event, in_place_additions, replay
 from trainfit.rehearsal.operators import OperatorCost, fake_result, leaves_to_its_handler, temporary_bytes
 from trainfit.rehearsal.timeline import StepClock
 
@@ -43,24 +37,6 @@ _NAMES_BY_USE: Mapping[str, tuple[tuple[int | str, Category], ...]] = {
     "fsdp::chunk_cat": ((0, "gradients"), ("out", "communication")),
     "c10d::_reduce_scatter_base_": ((0, "gradients"),),
 }
-
-
-@dataclass(frozen=True)
-class Event:
-    """A storage is born (num_bytes > 0) or dies (num_bytes < 0)."""
-
-    storage: int
-    num_bytes: int
-    phase: Phase
-    operator: str
-    in_place_of: int | None = None
-
-
-@dataclass
-class _Peak:
-    total: int = 0
-    event: Event | None = None
-    position: int = -1
 
 
 @dataclass
@@ -197,7 +173,7 @@ class StorageTracker(TorchDispatchMode):
         self._next += 1
 
     def _accumulates_into(self, func: Any, args: tuple[Any, ...]) -> int | None:
-        """The storage that a real addition would reuse if it dies with it. See the NOTE above."""
+        """The storage that a real addition would reuse if it dies with it; see the NOTE in events.py."""
         if func is not _ADD or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return None
         first, second = args[:2]
@@ -211,11 +187,11 @@ class StorageTracker(TorchDispatchMode):
 
     def peak_bytes(self, *, start: int = 0) -> int:
         """The most that was live since the events were last cleared; start is what was live then."""
-        return start + _replay(in_place_additions(self.events))[1].total
+        return start + replay(in_place_additions(self.events))[1].total
 
     def peak_bytes_of(self, phase: Phase) -> int:
         """The most that was live within one phase; 0 if it never ran."""
-        return _replay(in_place_additions(self.events))[0].get(phase, 0)
+        return replay(in_place_additions(self.events))[0].get(phase, 0)
 
     def profile(self, *, rank: int = 0, waiting: int = 0, like: int = 0) -> Profile:
         """What was seen since the tracker was made.
@@ -225,7 +201,7 @@ class StorageTracker(TorchDispatchMode):
         total = self.clock.total(waiting=waiting, like=like)
         collectives = tally(total.calls, self.clock.link_bandwidth)
         events = in_place_additions(self.events)
-        phases, peak = _replay(events)
+        phases, peak = replay(events)
         assert peak.event is not None
         return Profile(
             peak_bytes=peak.total,
@@ -262,32 +238,6 @@ class StorageTracker(TorchDispatchMode):
         if event.phase == "loss":
             return "loss"
         return "activations" if event.phase == "forward" and storage not in dead_in_forward else "temporary"
-
-
-def in_place_additions(events: list[Event]) -> list[Event]:
-    """Let a sum take the place of the addend that dies with it. See NOTE [ Fake gradients are added in place ]."""
-    ordered = list(events)
-    for index, event in enumerate(ordered):
-        if event.in_place_of is None:
-            continue
-        for later in range(index + 1, len(ordered)):
-            if ordered[later].num_bytes > 0:
-                break
-            if ordered[later].storage == event.in_place_of:
-                ordered[index : later + 1] = [ordered[later], *ordered[index:later]]
-                break
-    return ordered
-
-
-def _replay(events: list[Event]) -> tuple[dict[Phase, int], _Peak]:
-    phases: dict[Phase, int] = {}
-    live, peak = 0, _Peak()
-    for position, event in enumerate(events):
-        before, live = live, live + event.num_bytes
-        phases[event.phase] = max(phases.get(event.phase, 0), before, live)
-        if live > peak.total:
-            peak = _Peak(live, event, position)
-    return {phase: phases[phase] for phase in PHASES if phase in phases}, peak
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
