@@ -16,25 +16,24 @@ from torch.optim import AdamW
 
 from peers.setting import BETAS, CONFIG, EPS, LEARNING_RATE, Setting, Step, Variant, WithLoss, local_tokens
 
-# (elements reduced or gathered at once, elements after whose use a parameter of stage 3 is dropped): little memory,
-# and little time.
-SMALL, LARGE = (2_000_000, 0), (20_000_000, 1_000_000_000)
+# Elements reduced or gathered at once: for little memory, and for few collectives.
+SMALL, LARGE = 2_000_000, 20_000_000
 
 
 def variants(setting: Setting) -> Iterator[Variant]:
     for fused in (True, False):
-        for name, sizes in (("small buckets", SMALL), ("large buckets", LARGE)):
+        for name, bucket in (("small buckets", SMALL), ("large buckets", LARGE)):
             optimizer = "fused AdamW" if fused else "AdamW"
-            yield Variant("deepspeed", f"DeepSpeed, {name}, {optimizer}", partial(engine, setting, sizes, fused))
+            yield Variant("deepspeed", f"DeepSpeed, {name}, {optimizer}", partial(engine, setting, bucket, fused))
 
 
-def engine(setting: Setting, sizes: tuple[int, int], fused: bool) -> Step:
+def engine(setting: Setting, bucket: int, fused: bool) -> Step:
     deepspeed.init_distributed(dist_backend="gloo")
     model = WithLoss(setting)
     optimizer = AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=fused, foreach=False
     )
-    trained, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(setting, *sizes))
+    trained, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(setting, bucket))
     ids, labels = (tensor.chunk(setting.accumulation) for tensor in local_tokens())
 
     def step() -> Tensor:
@@ -50,7 +49,7 @@ def engine(setting: Setting, sizes: tuple[int, int], fused: bool) -> Step:
     return step
 
 
-def _config(setting: Setting, bucket: int, reuse: int) -> dict[str, Any]:
+def _config(setting: Setting, bucket: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": CONFIG.batch_size // 2 // setting.accumulation,
         "gradient_accumulation_steps": setting.accumulation,
@@ -65,6 +64,7 @@ def _config(setting: Setting, bucket: int, reuse: int) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": bucket // 2,
             "stage3_param_persistence_threshold": 1000,
             "stage3_max_live_parameters": 2 * bucket,
-            "stage3_max_reuse_distance": reuse,
+            # A parameter that would be kept until backward needs it again was never dropped: that is stage 2.
+            "stage3_max_reuse_distance": 0,
         },
     }
