@@ -9,7 +9,9 @@ DistributedDataParallel would copy every gradient into buckets, and cannot be re
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ class ReplicaSync:
         self._works: list[Any] = []
         for index, bucket in enumerate(self._buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._ready(index))
+                parameter.register_post_accumulate_grad_hook(partial(_ready, weakref.ref(self), index))
 
     def before_micro_batch(self, *, is_last: bool) -> None:
         self._is_last = is_last
@@ -64,6 +66,12 @@ class ReplicaSync:
             gradients.append(_local(parameter.grad))
         self._next += 1
         self._works.append(self.group.allreduce_coalesced(gradients))
+
+
+def _ready(sync: weakref.ref[ReplicaSync], index: int, _: Tensor) -> None:
+    """Holds no ReplicaSync: the collector does not see hooks, so parameters that lead to themselves would stay."""
+    if (alive := sync()) is not None:
+        alive._ready(index)
 
 
 def _local(gradient: Tensor) -> Tensor:
