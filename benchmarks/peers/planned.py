@@ -24,10 +24,10 @@ WORKLOAD = workload_from_module(new_model, seq_len=CONFIG.seq_len, vocab_size=CO
 
 def variants(setting: Setting) -> Iterator[Variant]:
     rows = CONFIG.batch_size // dist.get_world_size() // setting.accumulation
-    chunks = auto_chunks(rows * CONFIG.seq_len, CONFIG.vocab_size, CONFIG.dim)
+    auto = auto_chunks(rows * CONFIG.seq_len, CONFIG.vocab_size, CONFIG.dim)
     for each in sync_times(setting):
         when = "" if setting.accumulation == 1 or setting.stage < 2 else f", reduced {'each time' if each else 'once'}"
-        for loss_chunks in (1, chunks):
+        for loss_chunks in sorted({1, max(1, auto // 4), auto}):
             loss = "full logits" if loss_chunks == 1 else f"loss in {loss_chunks}"
             yield Variant("trainfit", f"trainfit{when}, {loss}", partial(step, setting, each, rows, loss_chunks))
 
