@@ -142,9 +142,12 @@ class CollectiveCounter(TorchDispatchMode):
     ) -> Any:
         if any(map(leaves_to_its_handler, types)):
             return NotImplemented  # DTensor first: what it does is seen in its local operators
-        if self._settles and func is _WAIT:
+        waits = self._settles and func is _WAIT
+        if waits:
             _let_threads_rest()
         output = func(*args, **(kwargs or {}))
+        if waits:
+            _let_threads_rest()
         if (call := call_of(func, args, output)) is not None:
             self.calls.append(replace(call, tensors=()))
             if self._settles and call.kind not in ("send", "recv"):

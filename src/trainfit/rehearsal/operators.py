@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import PythonCallbackWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
@@ -54,9 +54,21 @@ def fake_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """func(*args), also where only its fake kernel refuses what the real one runs."""
     if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
-    if func._schema.name in _WITHOUT_FAKE_KERNEL and any(isinstance(t, FakeTensor) for t in tree_leaves(args)):
-        return FakeWork().boxed()
+    if func.namespace == "c10d" and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
+        return _fake_collective(func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _fake_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is waited for holds its tensors until it is dropped, as with gloo and NCCL."""
+    held = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    work = PythonCallbackWork(lambda _: bool(held) or True).boxed()
+    if func._schema.name in _WITHOUT_FAKE_KERNEL:
+        return work
+    output = func(*args, **kwargs)
+    if isinstance(output, torch.ScriptObject):
+        return work
+    return (*output[:-1], work) if isinstance(output, tuple) else output
 
 
 class FakeKernels(TorchDispatchMode):
