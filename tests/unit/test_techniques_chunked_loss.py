@@ -106,7 +106,11 @@ def test_hooks_of_a_head_see_the_gradient_of_each_micro_batch(kind: str):
     else:
         weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
     for _ in range(3):
-        chunked_loss(head, hidden.clone().requires_grad_(), labels, 4, 0.1, into_grad=True).backward()
+        before = None if weight.grad is None else weight.grad.clone()
+        loss = chunked_loss(head, hidden.clone().requires_grad_(), labels, 4, 0.1, into_grad=True)
+        # Nothing has been added behind the hook's back.
+        assert before is None or (weight.grad is not None and torch.equal(weight.grad, before))
+        loss.backward()
     assert len(calls) == 3
 
 

@@ -40,7 +40,7 @@ def measure(
         say(f"Rehearsing one step of {workload.name}")
         predicted = rehearse(workload, strategy, hardware, max_grad_norm=norm)
         # The ranks' processes share a CPU's memory; other devices have their own.
-        sharing = strategy.mesh.size if hardware.spec.kind == "cpu" else 1
+        sharing = strategy.mesh.size if hardware.is_host else 1
         require_free(predicted.peak_bytes * sharing, here, "the step")
         say(f"Running {steps + 2} steps of {workload.name}")
         ranks = measure_ranks(workload, strategy, here, steps=steps, max_grad_norm=norm)

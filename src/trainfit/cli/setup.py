@@ -171,7 +171,7 @@ def choose_precision(text: str, hardware: Hardware) -> tuple[Precision, tuple[st
     Raises RecipeError for an unknown name and DeviceError for one that the device lacks.
     """
     if text == "auto":
-        fast = hardware.spec.kind != "cpu" and hardware.supports("bf16")
+        fast = not hardware.is_host and hardware.supports("bf16")
         taken: Precision = "bf16" if fast else "fp32"
         return taken, (f"precision auto took {taken} on {hardware.spec.name}",)
     if text not in PRECISIONS:

@@ -86,9 +86,14 @@ class Hardware:
         usable = self.spec.usable_bytes
         return usable if self.limit_bytes is None else min(usable, self.limit_bytes)
 
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the host itself, whose memory all processes share; other devices are each process's own."""
+        return self.spec.kind == "cpu"
+
     def shared_by(self, processes: int) -> Hardware:
         """What one of several processes on this machine has: a device of its own, or its part of the host's memory."""
-        return replace(self, limit_bytes=self.usable_bytes // processes) if self.spec.kind == "cpu" else self
+        return replace(self, limit_bytes=self.usable_bytes // processes) if self.is_host else self
 
     def supports(self, precision: Precision) -> bool:
         return precision in self.spec.tflops

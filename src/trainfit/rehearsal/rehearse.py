@@ -146,7 +146,7 @@ def watch_step(
     tracker.register(optimizer_states(step), "optimizer")
     tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
     # On a CPU the whole window is there; a device is sent one micro batch at a time.
-    on_host = hardware.spec.kind == "cpu"
+    on_host = hardware.is_host
     sent = [tensor for batch in (batches if on_host else batches[:1]) for tensor in (batch.inputs, batch.labels)]
     if on_host and waiting:
         sent.append(torch.empty(waiting * (batches[0].inputs.nbytes + batches[0].labels.nbytes), dtype=torch.uint8))
