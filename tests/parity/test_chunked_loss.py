@@ -151,13 +151,3 @@ def test_a_second_backward_is_refused(head: str):
     loss.backward(retain_graph=True)
     with pytest.raises(Exception, match="once"):
         loss.backward()
-
-
-def test_loss_is_multiplied_by_what_comes_after_it():
-    workload = workload_of("linear")
-    batch = ragged_batch(workload)
-    step = build(workload, loss_chunks=4)
-    expected = {name: 2.5 * gradient for name, gradient in planned_gradients(step, [batch]).items()}
-    step.model.zero_grad()
-    (step._compute_loss(batch, 1 / batch.num_tokens, lambda _: None) * 2.5).backward()
-    assert largest_difference(gradients(step.model), expected) < CLOSE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,7 +87,7 @@ def test_gradients_are_added_to_those_of_earlier_micro_batches_in_place(capped: 
     for parameter, gradient in zip(head.parameters(), earlier):
         parameter.grad = gradient
     leaf = hidden.clone().requires_grad_()
-    chunked_loss(head, leaf, labels, 4, 0.1, into_grad=True).backward()
+    chunked_loss(head, leaf, labels, 4, 0.1, is_last_word=True).backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, alone[0])
     for parameter, gradient, expected in zip(head.parameters(), earlier, alone[1:]):
@@ -94,24 +96,60 @@ def test_gradients_are_added_to_those_of_earlier_micro_batches_in_place(capped: 
         assert (gradient - 1 - expected).abs().max() <= 4 * 2**-24 * 2
 
 
-@pytest.mark.parametrize("kind", ["tensor", "accumulated"])
-def test_hooks_of_a_head_see_the_gradient_of_each_micro_batch(kind: str):
-    """A hook that reduces or scales is to have this micro batch's gradient, not the sum."""
-    head = Head(capped=False, bias=False)
+@pytest.mark.parametrize(("capped", "bias"), HEADS)
+def test_loss_is_multiplied_by_what_comes_after_it(capped: bool, bias: bool):
+    """Unless it is told that nothing does."""
+    head = Head(capped, bias)
     hidden, labels = random_hidden()
+    found = []
+    for factor in (1.0, 2.5):
+        leaf = hidden.clone().requires_grad_()
+        head.layer.zero_grad()
+        (factor * chunked_loss(head, leaf, labels, 4, 0.1)).backward()
+        found.append([leaf.grad, *(parameter.grad for parameter in head.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(2.5 * one, other, rtol=1e-6, atol=0)
+
+
+def test_hooks_of_a_head_see_the_gradient_of_each_micro_batch():
+    """A hook that reduces or scales is to have this micro batch's gradient, not the sum."""
+    weight, losses = three_losses()
     calls: list[int] = []
-    weight = head.layer.weight
-    if kind == "tensor":
-        weight.register_hook(lambda gradient: calls.append(1))
-    else:
-        weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
-    for _ in range(3):
+    weight.register_hook(lambda gradient: calls.append(1))
+    for loss in losses:
         before = None if weight.grad is None else weight.grad.clone()
-        loss = chunked_loss(head, hidden.clone().requires_grad_(), labels, 4, 0.1, into_grad=True)
+        found = loss()
         # Nothing has been added behind the hook's back.
         assert before is None or (weight.grad is not None and torch.equal(weight.grad, before))
-        loss.backward()
+        found.backward()
     assert len(calls) == 3
+
+
+def test_hooks_after_accumulation_see_the_sum():
+    """They are called for every micro batch, whoever has added it."""
+    expected, losses = three_losses()
+    for loss in losses:
+        loss().backward()
+    weight, losses = three_losses()
+    seen: list[Tensor] = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    for loss in losses:
+        loss().backward()
+    assert len(seen) == 3
+    assert not torch.equal(seen[1], seen[2])
+    assert torch.equal(seen[2], expected.grad)
+
+
+def three_losses() -> tuple[nn.Parameter, list[Callable[[], Tensor]]]:
+    """A head's weight, and what gives it the gradients of three micro batches."""
+    torch.manual_seed(0)
+    head = Head(capped=False, bias=False)
+    hidden, labels = random_hidden()
+
+    def loss() -> Tensor:
+        return chunked_loss(head, hidden.clone().requires_grad_(), labels, 4, 0.1, is_last_word=True)
+
+    return head.layer.weight, [loss] * 3
 
 
 @pytest.mark.parametrize(("capped", "bias"), HEADS)

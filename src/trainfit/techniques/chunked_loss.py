@@ -6,16 +6,17 @@ by the gradient of the loss. Live at any time are one piece of logits, the gradi
 head parameter. The scale meets products in fp32: put on logits in low precision, 1 / tokens would underflow.
 Source for the idea: arXiv:2411.09009.
 
-NOTE [ Straight into .grad ]
-Where earlier micro batches left a gradient of the head, forward adds to it: a buffer of its own would take another
-vocab * dim, and be filled with zeros, scaled and added once for each micro batch. That is right only for a loss whose
-backward() is called, once and as it is, which TrainStep does; so it is off unless asked for. A parameter with hooks
-keeps its buffer, since they are to see this micro batch's gradient.
+NOTE [ The last word ]
+TrainStep calls backward() of a loss once and as it is: the gradient of the loss is 1. Told so, backward multiplies
+nothing, and where earlier micro batches left a gradient of the head, forward adds to it: a buffer of its own would take
+another vocab * dim, and be scaled and added once for each micro batch. A parameter with hooks keeps its buffer, since
+they are to see this micro batch's gradient; hooks after accumulation see what they should.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +28,31 @@ from trainfit.techniques.base import Build, Observer, Stage
 from trainfit.workload import HeadSplit
 from trainfit.workload.batch import IGNORED_LABEL, MicroBatch
 
+
+@dataclass
+class GradientSum:
+    """A parameter's gradient over the pieces. is_empty: tensor holds garbage, as no piece has been added yet."""
+
+    tensor: Tensor
+    is_empty: bool
+
+    def add(self, part: Tensor, alpha: float) -> None:
+        if self.is_empty:
+            self.tensor.copy_(part).mul_(alpha)  # in the sum's dtype, not in that of part
+        else:
+            self.tensor.add_(part, alpha=alpha)
+        self.is_empty = False
+
+    def add_product(self, first: Tensor, second: Tensor, alpha: float) -> None:
+        if self.tensor.dtype == first.dtype:
+            self.tensor.addmm_(first, second, beta=0 if self.is_empty else 1, alpha=alpha)
+            self.is_empty = False
+        else:
+            self.add(first @ second, alpha)
+
+
 # (hidden, labels, where to put the gradient of hidden, where to add the gradients of parameters) -> summed loss
-PieceFunction = Callable[[Tensor, Tensor, Tensor | None, Sequence[Tensor | None]], Tensor]
+PieceFunction = Callable[[Tensor, Tensor, Tensor | None, Sequence[GradientSum | None]], Tensor]
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -84,17 +108,17 @@ class ChunkedLoss:
             observe("forward")
             hidden = mark_backward(split.hidden(batch.inputs), observe)
             observe("loss")
-            return chunked_loss(split, hidden, batch.labels, setting, scale, into_grad=True)
+            return chunked_loss(split, hidden, batch.labels, setting, scale, is_last_word=True)
 
         build.compute_loss = compute_loss
 
 
 def chunked_loss(
-    split: HeadSplit, hidden: Tensor, labels: Tensor, num_chunks: int, scale: float, *, into_grad: bool = False
+    split: HeadSplit, hidden: Tensor, labels: Tensor, num_chunks: int, scale: float, *, is_last_word: bool = False
 ) -> Tensor:
     """scale * summed token loss.
 
-    hidden (batch, sequence, dim), labels (batch, sequence). into_grad: see NOTE [ Straight into .grad ]. Extra peak
+    hidden (batch, sequence, dim), labels (batch, sequence). is_last_word: see NOTE [ The last word ]. Extra peak
     with a plain linear head: one piece of fp32 logits (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden
     and, where they are not there yet, of the head.
     """
@@ -104,7 +128,7 @@ def chunked_loss(
     parameters = split.parameters() if torch.is_grad_enabled() else []
     piece = _linear_piece(split.linear, hidden, scale) if split.linear is not None else _general_piece(split, scale)
     loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, labels, num_chunks, scale, piece, into_grad, *parameters
+        hidden, labels, num_chunks, scale, piece, is_last_word, *parameters
     )
     return loss
 
@@ -120,23 +144,26 @@ class _ChunkedLoss(torch.autograd.Function):
         num_chunks: int,
         scale: float,
         piece: PieceFunction,
-        into_grad: bool,
+        is_last_word: bool,
         *parameters: Tensor,
     ) -> Tensor:
         wants = ctx.needs_input_grad
         hidden_gradient = torch.empty_like(hidden) if wants[0] else None
         own: list[Tensor | None] = [None] * len(parameters)
-        gradients: list[Tensor | None] = [None] * len(parameters)
+        gradients: list[GradientSum | None] = [None] * len(parameters)
         for index, (parameter, wanted) in enumerate(zip(parameters, wants[6:])):
-            if wanted and into_grad and _may_add_to_grad(parameter):
-                gradients[index] = parameter.grad
+            if wanted and is_last_word and _may_add_to_grad(parameter):
+                assert parameter.grad is not None
+                gradients[index] = GradientSum(parameter.grad, is_empty=False)
             elif wanted:
-                gradients[index] = own[index] = torch.zeros_like(parameter)
+                own[index] = buffer = torch.empty_like(parameter)
+                gradients[index] = GradientSum(buffer, is_empty=True)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         pieces = zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), _chunks(hidden_gradient, num_chunks))
         for hidden_piece, label_piece, gradient_piece in pieces:
             loss += piece(hidden_piece, label_piece, gradient_piece, gradients)
         ctx.gradients = (hidden_gradient, *own)
+        ctx.is_last_word = is_last_word
         return loss * scale
 
     @staticmethod
@@ -144,18 +171,14 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RecomputeError("the loss in chunks can be differentiated once; use loss_chunks=1 for more")
-        scaled = [None if gradient is None else gradient.mul_(outer[0]) for gradient in gradients]
-        return scaled[0], None, None, None, None, None, *scaled[1:]
+        if not ctx.is_last_word:
+            gradients = [None if gradient is None else gradient.mul_(outer[0]) for gradient in gradients]
+        return gradients[0], None, None, None, None, None, *gradients[1:]
 
 
 def _may_add_to_grad(parameter: Tensor) -> bool:
     gradient = parameter.grad
-    return (
-        gradient is not None
-        and gradient.layout == torch.strided
-        and not parameter._backward_hooks
-        and not parameter._post_accumulate_grad_hooks
-    )
+    return gradient is not None and gradient.layout == torch.strided and not parameter._backward_hooks
 
 
 def _chunks(tensor: Tensor | None, num_chunks: int) -> Sequence[Any]:
@@ -171,7 +194,7 @@ def _linear_piece(head: nn.Linear, hidden: Tensor, scale: float) -> PieceFunctio
     bias = None if head.bias is None else head.bias.detach().to(dtype)
 
     def piece(
-        hidden: Tensor, labels: Tensor, hidden_gradient: Tensor | None, gradients: Sequence[Tensor | None]
+        hidden: Tensor, labels: Tensor, hidden_gradient: Tensor | None, gradients: Sequence[GradientSum | None]
     ) -> Tensor:
         with torch.autocast(device_type, enabled=False):
             hidden = hidden.to(dtype)
@@ -206,17 +229,13 @@ def _row_scaled_mm(logits_gradient: Tensor, weight: Tensor, row_scale: Tensor, o
 
 
 def _accumulate(
-    gradients: Sequence[Tensor | None], logits_gradient: Tensor, hidden: Tensor, row_scale: Tensor, scale: float
+    gradients: Sequence[GradientSum | None], logits_gradient: Tensor, hidden: Tensor, row_scale: Tensor, scale: float
 ) -> None:
     weight_gradient, *rest = gradients
     if weight_gradient is not None:
-        scaled = (hidden * row_scale).to(hidden.dtype)
-        if weight_gradient.dtype == hidden.dtype:
-            weight_gradient.addmm_(logits_gradient.t(), scaled, alpha=scale)
-        else:
-            weight_gradient.add_(logits_gradient.t() @ scaled, alpha=scale)
+        weight_gradient.add_product(logits_gradient.t(), (hidden * row_scale).to(hidden.dtype), scale)
     if rest and rest[0] is not None:
-        rest[0].add_((row_scale.to(logits_gradient.dtype).t() @ logits_gradient).squeeze(0), alpha=scale)
+        rest[0].add((row_scale.to(logits_gradient.dtype).t() @ logits_gradient).squeeze(0), scale)
 
 
 def _general_piece(split: HeadSplit, scale: float) -> PieceFunction:
@@ -224,7 +243,7 @@ def _general_piece(split: HeadSplit, scale: float) -> PieceFunction:
     parameters = split.parameters()
 
     def piece(
-        hidden: Tensor, labels: Tensor, hidden_gradient: Tensor | None, gradients: Sequence[Tensor | None]
+        hidden: Tensor, labels: Tensor, hidden_gradient: Tensor | None, gradients: Sequence[GradientSum | None]
     ) -> Tensor:
         wanted = [parameter for parameter, gradient in zip(parameters, gradients) if gradient is not None]
         differentiate = hidden_gradient is not None or bool(wanted)
@@ -238,7 +257,7 @@ def _general_piece(split: HeadSplit, scale: float) -> PieceFunction:
         if hidden_gradient is not None:
             torch.mul(found.pop(0), scale, out=hidden_gradient)
         for gradient, part in zip((gradient for gradient in gradients if gradient is not None), found):
-            gradient.add_(part, alpha=scale)
+            gradient.add(part, scale)
         return loss.detach()
 
     return piece
