@@ -22,12 +22,14 @@ from trainfit.profile import MESH_DIMS, Mesh, MeshDim
 class Ranks:
     """Where this process stands among those of a run.
 
+    backend: what carries the tensors of their devices; in a rehearsal, of the devices that are rehearsed.
     device_mesh: one dimension for each of MESH_DIMS, in that order, those of size 1 too; None for a single process.
     Make it with `ranks_of` before FakeTensorMode is entered.
     """
 
     mesh: Mesh = Mesh()
     device_mesh: DeviceMesh | None = None
+    backend: str = "gloo"
 
     @property
     def rank(self) -> int:
@@ -96,8 +98,11 @@ class Ranks:
         return self.rank == 0
 
 
-def ranks_of(mesh: Mesh, device: Accelerator) -> Ranks:
-    """The ranks of a mesh over the process group that is up. Raises DeviceError when their numbers differ."""
+def ranks_of(mesh: Mesh, device: Accelerator, *, backend: str | None = None) -> Ranks:
+    """The ranks of a mesh over the process group that is up. Raises DeviceError when their numbers differ.
+
+    backend: of the devices that a rehearsal stands for; None for those of this one.
+    """
     if mesh.size == 1:
         return Ranks()
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -107,7 +112,8 @@ def ranks_of(mesh: Mesh, device: Accelerator) -> Ranks:
             f"ranks, {size} {'process is' if size == 1 else 'processes are'} running; start it with "
             f"torchrun --nproc-per-node {mesh.size} or change the mesh"
         )
-    return Ranks(mesh, init_device_mesh(device.device.type, mesh.shape, mesh_dim_names=MESH_DIMS))
+    device_mesh = init_device_mesh(device.device.type, mesh.shape, mesh_dim_names=MESH_DIMS)
+    return Ranks(mesh, device_mesh, backend or device.distributed_backend)
 
 
 def process_group(device: Accelerator, *, timeout_seconds: float = 60.0) -> AbstractContextManager[None]:

@@ -166,6 +166,11 @@ def accelerator(device: str | torch.device, *, index: int | None = None) -> Acce
     return Accelerator(torch.device(kind, number), kind, module)
 
 
+def backend_of(kind: Kind) -> str:
+    """The process-group backend that carries a device's tensors: "gloo", "nccl" or "hccl"."""
+    return _BACKENDS[kind].distributed
+
+
 def best_kind() -> Kind:
     """ "cuda" or "npu" when such a device is there, else "cpu"."""
     for kind in ("cuda", "npu"):

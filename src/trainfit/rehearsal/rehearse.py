@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
 from trainfit.hardware.ranks import fake_process_group
+from trainfit.hardware.runtime import backend_of
 from trainfit.profile import Mesh, Phase, Profile
 from trainfit.rehearsal.operators import FakeKernels, OperatorCost
 from trainfit.rehearsal.timeline import StepClock
@@ -47,7 +48,7 @@ def rehearse(
         raise RecipeError(
             f"rank {rank} of {strategy.mesh.size} is not there; give one from 0 to {strategy.mesh.size - 1}"
         )
-    with fake_ranks(strategy.mesh, rank) as ranks, fake_tensors():
+    with fake_ranks(strategy.mesh, rank, hardware) as ranks, fake_tensors():
         step = build_step(workload, strategy, accelerator("cpu"), max_grad_norm=max_grad_norm, ranks=ranks)
         if micro_batches is not None:
             return watch_step(step, micro_batches, hardware)
@@ -91,7 +92,7 @@ def _set_up(step: TrainStep, batches: Sequence[MicroBatch]) -> None:
 
 
 @contextmanager
-def fake_ranks(mesh: Mesh, rank: int) -> Iterator[Ranks]:
+def fake_ranks(mesh: Mesh, rank: int, hardware: Hardware) -> Iterator[Ranks]:
     """One rank of a mesh whose others are not there. Enter it before fake_tensors()."""
     if mesh.size == 1:
         yield Ranks()
@@ -99,7 +100,7 @@ def fake_ranks(mesh: Mesh, rank: int) -> Iterator[Ranks]:
     numbers = random.getstate()  # PyTorch's stand-ins for collectives draw from it
     try:
         with fake_process_group(mesh.size, rank), _real_meshes():
-            yield ranks_of(mesh, accelerator("cpu"))
+            yield ranks_of(mesh, accelerator("cpu"), backend=backend_of(hardware.spec.kind))
     finally:
         random.setstate(numbers)
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainfit.hardware import DTYPES
+from trainfit.hardware.gloo import ExchangedReduceScatter
 from trainfit.profile import Zero
 from trainfit.techniques.base import Build, Observer, Stage
 from trainfit.techniques.every_block import EveryBlock
@@ -83,6 +84,8 @@ def shard(root: nn.Module, build: Build, zero: Zero) -> None:
         module.set_force_sum_reduction_for_comms(True)
         # What this rank's tokens never reach must still take part in the others' reduction.
         module.set_reduce_scatter_unused_params(True, recurse=False)
+        if build.ranks.backend == "gloo":
+            module.set_custom_reduce_scatter(ExchangedReduceScatter())  # type: ignore[arg-type]  # as its protocol has it
     if zero.prefetch > 1:
         _prefetch(build.blocks, zero.prefetch)
 
