@@ -1,7 +1,8 @@
 """Predicted against measured peak of each rank's second step: python benchmarks/sharded_prediction.py [family ...]
 
-2 and 4 ranks over gloo: stages 0 to 3 and hybrid, accumulation 1 and 3, three tiers, loss chunked or not; not every
-product of them, but each value with each stage. Prints a table; exits 1 if an error is above 2 %.
+2 and 4 ranks over gloo: stages 0 to 3, hybrid, tensor and pipeline alone and with shards, micro batches 1 to 4, three
+tiers, loss chunked or not; not every product of them, but each value with each mesh. Prints a table; exits 1
+if an error is above 2 %.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ LAYOUTS = (
     (Mesh(shard=2), Zero(3)),
     (Mesh(shard=2), Zero(3, prefetch=2)),
     (Mesh(shard=2), Zero(3, gradient_sync="step")),
+    (Mesh(tensor=2), Zero(0)),
+    (Mesh(pipeline=2), Zero(0)),
     (Mesh(replicate=4), Zero(0)),
     (Mesh(shard=4), Zero(1)),
     (Mesh(shard=4), Zero(3)),
@@ -41,9 +44,15 @@ LAYOUTS = (
     (Mesh(replicate=2, shard=2), Zero(1)),
     (Mesh(replicate=2, shard=2), Zero(2)),
     (Mesh(replicate=2, shard=2), Zero(3)),
+    (Mesh(shard=2, tensor=2), Zero(2)),
+    (Mesh(shard=2, tensor=2), Zero(3)),
+    (Mesh(pipeline=2, shard=2), Zero(1)),
+    (Mesh(pipeline=2, shard=2), Zero(3)),
+    (Mesh(pipeline=2, tensor=2), Zero(0)),
 )
 # accumulation, tier, loss chunks
 KNOBS = ((1, "keep", 1), (3, "pointwise", 4), (3, "full", 1), (1, "full", 4))
+PIPELINE_KNOBS = ((2, "keep", 1), (4, "pointwise", 4), (4, "full", 1), (2, "full", 4))  # micro batches for each stage
 
 
 def measure_all(device: Accelerator, workload: Workload, strategies: Sequence[Strategy]) -> list[Profile]:
@@ -60,7 +69,7 @@ def main(families: list[str]) -> int:
                 Strategy(2, accumulation, tiers=parse_tiers(tier, 4), loss_chunks=chunks, mesh=mesh, zero=zero)
                 for mesh, zero in LAYOUTS
                 if mesh.size == size
-                for accumulation, tier, chunks in KNOBS
+                for accumulation, tier, chunks in (PIPELINE_KNOBS if mesh.pipeline > 1 else KNOBS)
             ]
             predicted = [_rehearse_all(workload, strategy) for strategy in track(strategies, console=ERR)]
             measured = run_on_ranks(measure_all, size, "cpu", workload, strategies)

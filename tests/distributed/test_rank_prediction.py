@@ -73,6 +73,17 @@ def test_a_window_of_any_length_is_rehearsed_by_three_micro_batches():
     assert profiles[6].step_seconds == pytest.approx(profiles[3].step_seconds + 3 * added)
 
 
+@pytest.mark.parametrize("activation", ["keep", "pointwise", "attention", "full"])
+def test_nothing_of_a_step_outlives_it_on_tensor_ranks(activation: str):
+    """Between steps there are masters and moments: the whole model's, but what tensor ranks split is halved."""
+    with torch.device("meta"):
+        model = workload_of().make_model()
+    split = sum(p.nbytes for name, p in model.named_parameters() if "_proj" in name)
+    whole = sum(p.nbytes for p in model.parameters()) - split
+    profile = rehearse(workload_of(), strategy_of(activation, mesh=Mesh(tensor=2)), CPU)
+    assert profile.resident_bytes == pytest.approx(3 * (whole + split / 2), rel=0.005)
+
+
 # ---- Llama-2-7B on eight ranks --------------------------------------------------------------------------------------
 
 RANKS = 8

@@ -88,6 +88,18 @@ def moved(tensor: Tensor, mesh: DeviceMesh, source: Placement, target: Placement
     return spread.redistribute(placements=[target]).to_local(grad_placements=[target])
 
 
+class _Unviewed(torch.autograd.Function):
+    """The same tensor, no longer a view: a view holds its base, and a base that keeps its view would never die."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 @dataclass(eq=False)
 class LocalForward:
     """A module's forward on this rank's parts of its parameters; put in the place of its forward.
@@ -241,13 +253,14 @@ class _Splitter:
         # A copy: FSDP hooks onto a block's output, and a view's hook would be lost by a change in place.
         last.register_forward_hook(lambda _, args, output: self._gather_sequence(output).clone())
 
-    def _enter(self, whole: Tensor) -> Tensor:
+    def _enter(self, whole: Tensor) -> Any:
         """What several split modules take goes in once, so that its gradient is summed over ranks once."""
         if whole.is_leaf:  # a leaf would hold itself through what is kept on it
             return moved(whole, self.mesh, Replicate(), Partial())
         entered: Tensor | None = getattr(whole, "_entered", None)
         if entered is None:
-            entered = whole._entered = moved(whole, self.mesh, Replicate(), Partial())  # type: ignore[attr-defined]
+            entered = _Unviewed.apply(moved(whole, self.mesh, Replicate(), Partial()))  # type: ignore[no-untyped-call]
+            whole._entered = entered  # type: ignore[attr-defined]
         return entered
 
     def _gather_hidden(self, *args: Any, **kwargs: Any) -> Arguments:
