@@ -36,10 +36,13 @@ TINY = {
     "num_key_value_heads": 1,
     "max_position_embeddings": SEQ_LEN,
 }
+_EXPERTS = TINY | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": TINY,
+    "two heads": TINY | {"model_type": "llama", "num_key_value_heads": 2},
     "gemma2": TINY | {"head_dim": 8, "sliding_window": 6},
-    "qwen3_moe": TINY | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "qwen3_moe": _EXPERTS,
+    "experts": {"model_type": "qwen3_moe", **_EXPERTS, "num_key_value_heads": 2},
     "gpt2": {
         "vocab_size": VOCAB,
         "n_layer": BLOCKS,
