@@ -3,7 +3,8 @@
     benchmarks/peers/install.sh FOLDER
     benchmarks/fair.sh FOLDER/bin/python benchmarks/zero_peers.py --rounds 9 --json FILE
 
-All variants of a setting live in one pair of processes and do one step in turn; see peers/run.py. Of a setting:
+All variants of a setting live in one pair of processes and do two steps in turn, of which the second is timed; see
+peers/run.py. All update by fused AdamW. Of a setting:
   x best    the largest, over all peers, of the median over rounds of a variant's seconds / that peer's in that round
   total MB  live between steps + the peak above that, on the fuller rank, beyond what was live before it was built
 Bounds: x best at most 1.05, and total MB at most that of DeepSpeed's leanest variant. Where a stage can reduce

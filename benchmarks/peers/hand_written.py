@@ -20,18 +20,16 @@ from peers.setting import BETAS, EPS, LEARNING_RATE, Setting, Step, Variant, Wit
 
 
 def variants(setting: Setting) -> Iterator[Variant]:
-    for fused in (True, False):
-        optimizer = "fused AdamW" if fused else "AdamW"
-        if setting.stage < 2:
-            for view in (True, False):
-                name = f"DDP{', buckets as gradients' if view else ''}"
-                if setting.stage == 1:
-                    name = f"ZeroRedundancyOptimizer, {name}"
-                yield Variant("other", f"{name}, {optimizer}", partial(ddp, setting, view, fused))
-        if setting.stage > 0:
-            for each in sync_times(setting):
-                name = "FSDP2" if setting.accumulation == 1 else f"FSDP2, reduced {'each time' if each else 'once'}"
-                yield Variant("other", f"{name}, {optimizer}", partial(fsdp2, setting, each, fused))
+    if setting.stage < 2:
+        for view in (True, False):
+            name = f"DDP{', buckets as gradients' if view else ''}"
+            if setting.stage == 1:
+                name = f"ZeroRedundancyOptimizer, {name}"
+            yield Variant("other", name, partial(ddp, setting, view))
+    if setting.stage > 0:
+        for each in sync_times(setting):
+            name = "FSDP2" if setting.accumulation == 1 else f"FSDP2, reduced {'each time' if each else 'once'}"
+            yield Variant("other", name, partial(fsdp2, setting, each))
 
 
 def sync_times(setting: Setting) -> tuple[bool, ...]:
@@ -41,27 +39,25 @@ def sync_times(setting: Setting) -> tuple[bool, ...]:
     return (True, False)
 
 
-def ddp(setting: Setting, view: bool, fused: bool) -> Step:
+def ddp(setting: Setting, view: bool) -> Step:
     model = DistributedDataParallel(WithLoss(setting), gradient_as_bucket_view=view)
-    settings: dict[str, Any] = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
+    settings: dict[str, Any] = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "fused": True}
     optimizer: Any
     if setting.stage == 0:
-        optimizer = AdamW(model.parameters(), fused=fused, **settings)
+        optimizer = AdamW(model.parameters(), **settings)
     else:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, fused=fused, **settings)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **settings)
     return _loop(setting, model, optimizer, lambda is_last: nullcontext() if is_last else model.no_sync())
 
 
-def fsdp2(setting: Setting, reduce_each: bool, fused: bool) -> Step:
+def fsdp2(setting: Setting, reduce_each: bool) -> Step:
     model = WithLoss(setting)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=setting.stage == 3)
     # The root is needed again as soon as backward begins.
     root: Any = fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    optimizer = AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=fused, foreach=False
-    )
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
 
     def around(is_last: bool) -> Any:
         root.set_requires_gradient_sync(is_last or reduce_each)
