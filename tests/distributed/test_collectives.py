@@ -44,7 +44,7 @@ def groups_of(workload: Workload, *, trainable: bool, ranks: int = 1) -> list[in
 def expected(workload: Workload, strategy: Strategy, *, on_host: bool = True) -> dict[str, tuple[int, int]]:
     """Calls and bytes by kind. Groups without a trainable parameter reduce nothing.
 
-    gloo reduces and scatters by an all-to-all, of as many bytes.
+    Over gloo, FSDP gathers by a broadcast of each rank's share, and reduces and scatters by an all-to-all.
     """
     mesh, zero, k = strategy.mesh, strategy.zero, strategy.accumulation_steps
     losses = sum(size > 1 for size in (mesh.replicate, mesh.shard))
@@ -60,11 +60,14 @@ def expected(workload: Workload, strategy: Strategy, *, on_host: bool = True) ->
     reductions = k if zero.reduces_each_micro_batch else 1
     # Stage 3 gathers a block for forward and for backward; the root once for both. Others once a step.
     times = [1] * (NUM_BLOCKS + 1) if zero.stage < 3 else [2 * k] * NUM_BLOCKS + [k]
-    return {
-        "all_gather": (sum(times), sum(n * size for n, size in zip(times, gathered))),
-        "all_to_all" if on_host else "reduce_scatter": (reductions * len(gradients), reductions * sum(gradients)),
-        "all_reduce": reduced,
-    }
+    gather_bytes = sum(n * size for n, size in zip(times, gathered))
+    # In backward a block is gathered from those among whom it was kept after forward.
+    from_all, from_few = (sum(times), 0) if zero.stage < 3 else (k * (NUM_BLOCKS + 1), k * NUM_BLOCKS)
+    broadcasts = mesh.shard * from_all + (zero.reshard_size or mesh.shard) * from_few
+    scattered = (reductions * len(gradients), reductions * sum(gradients))
+    if on_host:
+        return {"broadcast": (broadcasts, gather_bytes), "all_to_all": scattered, "all_reduce": reduced}
+    return {"all_gather": (sum(times), gather_bytes), "reduce_scatter": scattered, "all_reduce": reduced}
 
 
 def counted(collectives: Mapping[str, Collective]) -> dict[str, tuple[int, int]]:
@@ -102,7 +105,7 @@ def test_a_rehearsal_counts_what_theory_says(stage: str, accumulation: int, hard
 def test_parameters_that_pairs_keep_are_gathered_again_within_pairs():
     mesh, zero = STAGES["kept within pairs"]
     profile = rehearse(workload_of(), strategy_of(mesh=mesh, zero=zero), CPU)
-    assert profile.collectives["all_gather"].group_sizes == (2, 4)
+    assert profile.collectives["broadcast"].group_sizes == (2, 4)
     assert profile.collectives["all_to_all"].group_sizes == (4,)
 
 
