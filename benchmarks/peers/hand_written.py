@@ -25,7 +25,7 @@ def variants(setting: Setting) -> Iterator[Variant]:
             name = f"DDP{', buckets as gradients' if view else ''}"
             if setting.stage == 1:
                 name = f"ZeroRedundancyOptimizer, {name}"
-            yield Variant("other", name, partial(ddp, setting, view))
+            yield Variant("beside" if setting.stage else "other", name, partial(ddp, setting, view))
     if setting.stage > 0:
         for each in sync_times(setting):
             name = "FSDP2" if setting.accumulation == 1 else f"FSDP2, reduced {'each time' if each else 'once'}"

@@ -32,7 +32,8 @@ class Setting:
 class Variant:
     """One way to do a setting's run.
 
-    group: "trainfit", "deepspeed" or "other"; memory is bounded by DeepSpeed's, time by all but trainfit's own.
+    group: "trainfit", "deepspeed", "other", or "beside" for what is shown and bounds nothing; memory is bounded by
+        DeepSpeed's, time by DeepSpeed's and the others'.
     seconds, cpu_seconds: of each round's step on the clock, and of the process's threads.
     base, peak: bytes live between steps above what was live before it was built, and the most in a step above that.
     """
