@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tiny_models import TINY_CONFIGS
+from trainfit.errors import DataError
 from trainfit.hardware import accelerator
 from trainfit.profile import Mesh, Zero
 from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
+from trainfit.step.gradient_norm import clip_gradients
 from trainfit.workload import IGNORED_LABEL, MicroBatch, Workload, workload_from_config, workload_from_module
 from trainfit.workload.workload import AdamWSettings
 
@@ -110,6 +112,20 @@ def window(case: Case, step: int, vocab_size: int) -> list[MicroBatch]:
     return list(MicroBatch.of(ids, labels).split(case.strategy(dist.get_world_size()).micro_batch_size))
 
 
+def plain_gradients(name: str) -> dict[str, Tensor]:
+    """Of the first window's mean token loss, in one process."""
+    workload = workload_of(name)
+    model = new_model(workload).train()
+    plain_loss(model, 1, workload.vocab_size).backward()
+    return {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def plain_loss(model: nn.Module, step: int, vocab_size: int) -> Tensor:
+    ids, labels = batch_of(step, vocab_size)
+    logits = model(ids, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+
+
 def plain(name: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, gradient norms and weights of NUM_STEPS steps of one process, written by hand."""
     workload = workload_of(name)
@@ -127,9 +143,7 @@ def plain(name: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
     )
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        ids, labels = batch_of(step, workload.vocab_size)
-        logits = model(ids, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+        loss = plain_loss(model, step, workload.vocab_size)
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(trainable, MAX_NORM)))
         optimizer.step()
@@ -200,6 +214,65 @@ def accumulated(case: Case) -> dict[str, Tensor]:
     step = build(case)
     step.accumulate(window(case, 1, 97))
     return {name: whole(p.grad).clone() for name, p in step.model.named_parameters() if p.grad is not None}
+
+
+class StepFailedError(Exception):
+    """Of a step, on all ranks alike."""
+
+
+def after_failures(case: Case) -> tuple[str, list[dict[str, Tensor]]]:
+    """What a first window without labels is told, and whole gradients of one and the same window: of a new step, and
+    after windows that failed in the second micro batch's forward and in the first one's backward."""
+    step = build(case)
+    block = step.model.get_submodule("model.layers.0")
+    empty = [MicroBatch.of(batch.inputs, torch.full_like(batch.labels, IGNORED_LABEL)) for batch in window(case, 1, 97)]
+    try:
+        told = str(step(empty))
+    except DataError as error:
+        told = str(error)
+    found = [accumulated(case)]
+    for fail in (_fail_in_forward, _fail_in_backward):
+        handle = fail(block)
+        try:
+            step(window(case, 2, 97))
+            raise AssertionError("it did not fail")
+        except StepFailedError:
+            handle.remove()
+        step.accumulate(window(case, 1, 97))
+        found.append({name: whole(p.grad).clone() for name, p in step.model.named_parameters() if p.grad is not None})
+        step.optimizer.zero_grad(set_to_none=True)
+    return told, found
+
+
+def _fail_in_forward(block: nn.Module) -> Any:
+    calls: list[int] = []
+
+    def look(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise StepFailedError
+
+    return block.register_forward_pre_hook(look)
+
+
+def _fail_in_backward(block: nn.Module) -> Any:
+    def fail(_: Tensor) -> None:
+        raise StepFailedError
+
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    return block.register_forward_hook(look)
+
+
+def inf_on_one_rank(case: Case) -> tuple[int, float]:
+    """Rows of the embedding that this rank has, and the gradient norm, where one gradient of rank 0 is inf."""
+    step = build(case)
+    step.accumulate(window(case, 1, workload_of(case.model).vocab_size))
+    gradient = local(step.model.get_input_embeddings().weight.grad)
+    if dist.get_rank() == 0:
+        gradient[0, 0] = torch.inf
+    return len(gradient), float(clip_gradients(step._parameters, MAX_NORM, step.ranks))
 
 
 def dtypes(case: Case) -> dict[str, set[torch.dtype]]:

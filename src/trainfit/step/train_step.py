@@ -49,6 +49,7 @@ class TrainStep:
         self.optimizer: Optimizer = build.optimizer
         self.strategy = strategy
         self.anatomy: Anatomy = build.anatomy
+        self.num_parameters = (build.whole or build.anatomy).num_parameters  # of all pipeline stages
         self.notes: tuple[str, ...] = tuple(build.notes)
         self.max_grad_norm = max_grad_norm
         self.observer: Observer = ignore_phase
@@ -68,16 +69,16 @@ class TrainStep:
         """One optimizer step. Raises DataError if no label in the window is valid."""
         try:
             loss, num_tokens = self.accumulate(micro_batches)
+            self._observe("optimizer")
+            norm = None
+            if self.max_grad_norm is not None:
+                norm = clip_gradients(self._parameters, self.max_grad_norm, self.ranks, counted=self._counted)
+            self.optimizer.step()
         except BaseException:
             # Half a window (out of memory, an interrupt) must not be added to the next one.
             self._sync.abandon()
             self.optimizer.zero_grad(set_to_none=True)
             raise
-        self._observe("optimizer")
-        norm = None
-        if self.max_grad_norm is not None:
-            norm = clip_gradients(self._parameters, self.max_grad_norm, self.ranks, counted=self._counted)
-        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss, num_tokens, norm)
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from trainfit.hardware.ranks import local_part
 
 
 class ReplicaSync:
@@ -63,7 +64,7 @@ class ReplicaSync:
         for parameter in self._buckets[self._next]:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(_local(parameter.grad))
+            gradients.append(local_part(parameter.grad))
         self._next += 1
         self._works.append(self.group.allreduce_coalesced(gradients))
 
@@ -74,14 +75,13 @@ def _ready(sync: weakref.ref[ReplicaSync], index: int, _: Tensor) -> None:
         alive._ready(index)
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
 def _buckets(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
     """Parameters that train, by the time at which backward completes them: what lies outside of the blocks last, since
     embeddings are, and tied heads with them."""
-    inside = [[p for p in block.parameters() if p.requires_grad] for block in reversed(blocks)]
-    known = {id(p) for bucket in inside for p in bucket}
+    known: set[int] = set()
+    inside: list[list[nn.Parameter]] = []
+    for block in blocks:  # what several share is complete with the first of them
+        inside.insert(0, [p for p in block.parameters() if p.requires_grad and id(p) not in known])
+        known |= {id(p) for p in inside[0]}
     outside = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     return [bucket for bucket in (*inside, outside) if bucket]

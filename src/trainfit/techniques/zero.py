@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainfit.hardware import DTYPES
-from trainfit.hardware.gloo import ExchangedReduceScatter
+from trainfit.hardware.gloo import BroadcastAllGather, ExchangedReduceScatter
 from trainfit.profile import Zero
 from trainfit.techniques.base import Build, Observer, Stage
 from trainfit.techniques.every_block import EveryBlock
@@ -85,6 +85,7 @@ def shard(root: nn.Module, build: Build, zero: Zero) -> None:
         # What this rank's tokens never reach must still take part in the others' reduction.
         module.set_reduce_scatter_unused_params(True, recurse=False)
         if build.ranks.backend == "gloo":
+            module.set_custom_all_gather(BroadcastAllGather())  # type: ignore[arg-type]  # as its protocol has it
             module.set_custom_reduce_scatter(ExchangedReduceScatter())  # type: ignore[arg-type]  # as its protocol has it
     if zero.prefetch > 1:
         _prefetch(build.blocks, zero.prefetch)
@@ -116,4 +117,13 @@ class ShardSync:
     def finish(self) -> None: ...
 
     def abandon(self) -> None:
+        if self.root._get_fsdp_state()._is_root is None:  # no forward has begun, so nothing is under way
+            return
         self.root.reset_iter_state()
+        # FSDP's reset leaves whole gradients that wait to be reduced; the next window would take them for its own.
+        for module in _sharded(self.root):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
