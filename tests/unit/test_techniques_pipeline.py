@@ -124,7 +124,7 @@ def test_what_cannot_be_padded():
 @contextmanager
 def rehearsed(workload: Workload, chosen: Strategy, rank: int) -> Iterator[TrainStep]:
     with fake_process_group(chosen.mesh.size, rank):
-        ranks = ranks_of(chosen.mesh, CPU)
+        ranks = ranks_of(chosen.mesh, CPU, backend="hccl")
         with fake_tensors():
             yield build_step(workload, chosen, CPU, ranks=ranks)
 
@@ -242,7 +242,7 @@ class Odd(nn.Module):
 def test_models_that_cannot_be_cut(kind: str, reason: str):
     model = Odd(kind)
     with pytest.raises(ModelError, match=f"cannot be cut into pipeline stages: {reason}; use mesh.pipeline 1"):
-        trace_flow(model, dissect(model, 64), seq_len=4, autocast=CPU.autocast("bf16"))
+        trace_flow(model, dissect(model, 64), seq_len=4, device=CPU.device, autocast=CPU.autocast("bf16"))
 
 
 def test_blocks_that_share_weights_cannot_be_cut():
@@ -254,7 +254,7 @@ def test_blocks_that_share_weights_cannot_be_cut():
 def test_flow_sees_frozen_parameters_and_leaves_no_trace():
     model = Odd("plain").requires_grad_(False)
     state = {name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}
-    flow = trace_flow(model, dissect(model, 64), seq_len=4, autocast=CPU.autocast("bf16"))
+    flow = trace_flow(model, dissect(model, 64), seq_len=4, device=CPU.device, autocast=CPU.autocast("bf16"))
     assert flow.before == {"embed.weight"}
     assert flow.after == {"head.weight", "head.bias"}
     assert state == {name: (id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()}

@@ -1,14 +1,22 @@
-"""build_step: from a workload and a strategy to the step that trains, and that the rehearsal runs."""
+"""build_step: from a workload and a strategy to the step that trains, and that the rehearsal runs.
+
+NOTE [ Made on the host ]
+A model that several ranks share may be larger than a device. So theirs are made on the host, cut there into what this
+rank has of tensor and pipeline dimensions, and go to the device block by block, where fully_shard keeps a shard of
+each before it takes the next. What the host needs is a whole model for each of its ranks. Weights are drawn from the
+host's generator: those of one process on a device are others.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from trainfit.hardware import Accelerator, Ranks, ranks_of
 from trainfit.step.strategy import Strategy
 from trainfit.step.train_step import TrainStep
 from trainfit.techniques import TECHNIQUES, Build
-from trainfit.techniques.base import LossFunction, Observer
+from trainfit.techniques.base import LossFunction, Observer, Stage
 from trainfit.techniques.chunked_loss import cross_entropy_sum, plain_loss
 from trainfit.workload import HeadSplit, Workload, dissect, run_model, split_head
 from trainfit.workload.batch import MicroBatch
@@ -23,23 +31,30 @@ def build_step(
     model: nn.Module | None = None,
     ranks: Ranks | None = None,
 ) -> TrainStep:
-    """Make the model on the accelerator (or take the one given) and apply every technique that the strategy sets.
+    """Make the model (or take the one given) and apply every technique that the strategy sets.
 
-    ranks: the processes of the strategy's mesh; by default those of the process group that is up. All of them call
-    this, with the same weights: a model that is made here is the same where torch.manual_seed was.
+    A model that is made here ends up on the accelerator; see NOTE [ Made on the host ]. ranks: the processes of the
+    strategy's mesh; by default those of the process group that is up. All of them call this, with the same weights: a
+    model that is made here is the same where torch.manual_seed was.
     """
-    build = prepare(workload, accelerator, model)
+    on_host = model is None and strategy.mesh.size > 1 and not accelerator.shares_host_memory
+    build = prepare(workload, accelerator, model, on_host=on_host)
     build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
-    for technique in TECHNIQUES:
-        if (setting := getattr(strategy, technique.setting)) is not None:
-            technique.apply(build, setting)
+    for stage in Stage:
+        for technique in TECHNIQUES:
+            if technique.stage is stage and (setting := getattr(strategy, technique.setting)) is not None:
+                technique.apply(build, setting)
+        if stage is Stage.SHARD and on_host:
+            build.model.to(accelerator.device)
     return TrainStep(build, strategy, max_grad_norm=max_grad_norm)
 
 
-def prepare(workload: Workload, accelerator: Accelerator, model: nn.Module | None = None) -> Build:
+def prepare(
+    workload: Workload, accelerator: Accelerator, model: nn.Module | None = None, *, on_host: bool = False
+) -> Build:
     """The model taken apart, with no technique applied: what plain training would run."""
     if model is None:
-        with accelerator.device:
+        with torch.device("cpu") if on_host else accelerator.device:
             model = workload.make_model()
     model.train()
     anatomy = dissect(model, vocab_size=workload.vocab_size)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from trainfit.errors import ModelError
+from trainfit.hardware.ranks import local_part
 from trainfit.profile import Pipeline, Precision
 from trainfit.techniques.base import Build, Observer, Stage
 from trainfit.techniques.chunked_loss import ignore_phase, mark_backward
@@ -39,14 +39,15 @@ class PipelineStages:
         parts = divide(len(anatomy.blocks), ranks * setting.stages_per_rank)
         low: list[Precision] = [p for p in ("bf16", "fp16") if p in build.accelerator.precisions]
         autocast = build.accelerator.autocast(low[0] if low else "fp32")
-        flow = trace_flow(build.model, anatomy, seq_len=build.workload.seq_len, autocast=autocast)
+        seq_len, device = build.workload.seq_len, build.accelerator.device
+        flow = trace_flow(build.model, anatomy, seq_len=seq_len, device=device, autocast=autocast)
         mine = parts[build.ranks.index("pipeline") :: ranks]
         # What the first stage and the last one both have: a tied embedding.
         shared = sorted(flow.before & flow.after)
         trains = dict(build.model.named_parameters())
         shared = [name for name in shared if name in trains and trains[name].requires_grad]
         build.whole = anatomy
-        route, build.anatomy = cut(build.model, anatomy, flow, mine)
+        route, build.anatomy = cut(build.model, anatomy, flow, mine, device)
         run = _PipelineRun(build, setting, flow, route, mine, shared)
         build.run_stage, build.run_window, build.evaluate = run.run_stage, run.run_window, run.evaluate
         if any(part.is_last for part in mine):
@@ -215,7 +216,7 @@ def _add_from(peer: int, group: dist.ProcessGroup, parameter: nn.Parameter) -> N
     """Add the other side's gradient to this one's, as the other side does. Takes a buffer of its size meanwhile."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    mine = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    mine = local_part(parameter.grad)
     theirs = torch.empty_like(mine)
     pair = [
         dist.P2POp(dist.isend, mine, group=group, group_peer=peer),

@@ -128,7 +128,9 @@ def _on_route(block_class: Any) -> Any:
     return routed
 
 
-def cut(model: nn.Module, anatomy: Anatomy, flow: BlockFlow, mine: list[Part]) -> tuple[Route, Anatomy]:
+def cut(
+    model: nn.Module, anatomy: Anatomy, flow: BlockFlow, mine: list[Part], device: torch.device
+) -> tuple[Route, Anatomy]:
     """Leave in the model what some stages need. Names stay those of the whole model.
 
     Returns the route that runs the stages, and the anatomy of what is left. Raises ModelError for weights that are
@@ -146,7 +148,7 @@ def cut(model: nn.Module, anatomy: Anatomy, flow: BlockFlow, mine: list[Part]) -
     own = [number for part in mine for number in part.blocks]
     for number, name in enumerate(anatomy.blocks):
         _put_on_route(model.get_submodule(name), route, number, is_own=number in own)
-    _drop_outside(model, {name for name in outside_parameters(flow, mine, model) if name not in inside}, inside)
+    _drop_outside(model, {name for name in outside_parameters(flow, mine, model) if name not in inside}, inside, device)
     _stub_embedding(model, anatomy, flow, route)
     left = dict(model.named_parameters(remove_duplicate=False))
     if not any(parameter.requires_grad for parameter in left.values()):
@@ -177,7 +179,7 @@ def _put_on_route(block: Any, route: Route, number: int, *, is_own: bool) -> Non
             held.clear()
 
 
-def _drop_outside(model: nn.Module, keep: set[str], inside: dict[str, int]) -> None:
+def _drop_outside(model: nn.Module, keep: set[str], inside: dict[str, int], device: torch.device) -> None:
     zeros: dict[int, Tensor] = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
@@ -185,7 +187,7 @@ def _drop_outside(model: nn.Module, keep: set[str], inside: dict[str, int]) -> N
             if parameter is None or name in keep or name in inside:
                 continue
             del module._parameters[leaf]
-            zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            zero = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
             setattr(module, leaf, zeros.setdefault(id(parameter), zero))
 
 

@@ -49,13 +49,20 @@ def replace_hidden(
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def trace_flow(model: nn.Module, anatomy: Anatomy, *, seq_len: int, autocast: AbstractContextManager[Any]) -> BlockFlow:
-    """Watch one row of seq_len tokens run through the model in low precision, on fake tensors.
+def trace_flow(
+    model: nn.Module,
+    anatomy: Anatomy,
+    *,
+    seq_len: int,
+    device: torch.device,
+    autocast: AbstractContextManager[Any],
+) -> BlockFlow:
+    """Watch one row of seq_len tokens run through the model in low precision, on fake tensors of the device.
 
-    Raises ModelError, with the reason, for a model that cannot be cut between blocks:
-    more than hidden states runs from one to the next, or past them.
+    The model itself may still be on the host. Raises ModelError, with the reason, for a model that cannot be cut
+    between blocks: more than hidden states runs from one to the next, or past them.
     """
-    watch = _watch(model, anatomy, seq_len, autocast)
+    watch = _watch(model, anatomy, seq_len, device, autocast)
     before, after = watch.sides()
     shape = watch.inputs[0].shape
     if shape[:2] != (1, seq_len):
@@ -139,18 +146,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 @quiet_fake_tensors()
-def _watch(model: nn.Module, anatomy: Anatomy, seq_len: int, autocast: AbstractContextManager[Any]) -> _Watch:
+def _watch(
+    model: nn.Module, anatomy: Anatomy, seq_len: int, device: torch.device, autocast: AbstractContextManager[Any]
+) -> _Watch:
     some = next(model.parameters())
     mode = some.fake_mode if isinstance(some, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.enable_grad():
-        fakes, watch = _fake_tensors(model, mode)
+        fakes, watch = _fake_tensors(model, mode, device)
         with ExitStack() as hooks:
             for number, name in enumerate(anatomy.blocks):
                 block = model.get_submodule(name)
                 enter = _numbered(watch, number)
                 hooks.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 hooks.callback(block.register_forward_hook(watch.leave).remove)
-            inputs = torch.zeros(1, seq_len, dtype=torch.long, device=some.device)
+            inputs = torch.zeros(1, seq_len, dtype=torch.long, device=device)
             configs = configs_of(model)
             with training_call(), without_cache(configs), batched_experts(configs), autocast:
                 try:
@@ -169,7 +178,7 @@ def _numbered(watch: _Watch, number: int) -> Callable[..., None]:
     return lambda module, args, kwargs: watch.enter(module, args, kwargs, number=number)
 
 
-def _fake_tensors(model: nn.Module, mode: FakeTensorMode) -> tuple[dict[str, Tensor], _Watch]:
+def _fake_tensors(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> tuple[dict[str, Tensor], _Watch]:
     """A fake of each tensor under each of its names. All parameters train, frozen ones too, so that the graph shows
     where they act."""
     fakes: dict[int, Tensor] = {}
@@ -183,7 +192,7 @@ def _fake_tensors(model: nn.Module, mode: FakeTensorMode) -> tuple[dict[str, Ten
             if id(tensor) not in fakes:
                 fake: Tensor = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
                 trains = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-                fakes[id(tensor)] = fake.detach().requires_grad_(trains)
+                fakes[id(tensor)] = fake.detach().to(device).requires_grad_(trains)
             by_name[name] = fakes[id(tensor)]
             if isinstance(tensor, nn.Parameter):
                 names.setdefault(id(by_name[name]), set()).add(name)

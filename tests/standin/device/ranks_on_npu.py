@@ -33,6 +33,16 @@ from trainfit.workload import IGNORED_LABEL, AdamWSettings, MicroBatch, Workload
 
 NUM_RANKS, NUM_BLOCKS, NUM_STEPS, NUM_ROWS, SEQ_LEN, MAX_NORM = 2, 2, 5, 8, 16, 0.5
 WAIT_SECONDS = 20.0
+_GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 97,
+    "n_layer": NUM_BLOCKS,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_positions": 64,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
+}
 _LLAMA = {
     "model_type": "llama",
     "vocab_size": 97,
@@ -54,10 +64,11 @@ class Case:
     mesh: Mesh
     stage: int = 0
     tier: str = "keep"
+    family: str = "llama"
 
     def __str__(self) -> str:
         kind = "pipeline" if self.mesh.pipeline > 1 else f"stage{self.stage}"
-        return f"{kind}-{self.tier}"
+        return f"{kind}-{self.tier}-{self.family}"
 
     @property
     def strategy(self) -> Strategy:
@@ -77,19 +88,20 @@ class Trained:
     devices: frozenset[str] = frozenset()
 
 
-def workload_of(**changes: Any) -> Workload:
-    workload = workload_from_config({**_LLAMA, **changes}, seq_len=SEQ_LEN, name="llama")
-    return workload.copy(optimizer=AdamWSettings(learning_rate=1e-2, eps=1e-5))
+def workload_of(family: str = "llama", **changes: Any) -> Workload:
+    config = {"llama": _LLAMA, "gpt2": _GPT2}[family]
+    workload = workload_from_config({**config, **changes}, seq_len=SEQ_LEN, name=family)
+    # A small eps would make steps of full size of what is rounding noise in a tied embedding's gradients.
+    return workload.copy(optimizer=AdamWSettings(learning_rate=3e-3, eps=1e-4))
 
 
 def measured_workload() -> Workload:
     return workload_of(**_OWN_KERNELS, hidden_size=64, vocab_size=301, intermediate_size=150)
 
 
-def new_model(seed: int = 0) -> nn.Module:
-    """The same weights on every rank and device: made on the host."""
-    torch.manual_seed(seed)
-    return workload_of().make_model()
+def new_model(family: str = "llama") -> nn.Module:
+    torch.manual_seed(0)
+    return workload_of(family).make_model()
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
@@ -102,9 +114,9 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), labels
 
 
-def train_plainly() -> Trained:
+def train_plainly(family: str) -> Trained:
     """One process on the cpu, one big batch, nothing of ours."""
-    settings, model = workload_of().optimizer, new_model().train()
+    settings, model = workload_of(family).optimizer, new_model(family).train()
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -134,12 +146,13 @@ def run_all(npu: Accelerator, trained: Sequence[Case], measured: Sequence[Case],
         "trained": [(train(npu, case), held_bytes(npu)) for case in trained],
         "measured": [measure(npu, case) for case in measured],
         "saved": save_and_load(npu, folder),
+        "made": made(npu),
     }
 
 
 def new_step(npu: Accelerator, case: Case, *, seed: int = 0) -> TrainStep:
-    model = new_model(seed).to(npu.device)
-    return build_step(workload_of(), case.strategy, npu, max_grad_norm=MAX_NORM, model=model)
+    torch.manual_seed(seed)  # weights are drawn on the host, so they are those of new_model()
+    return build_step(workload_of(case.family), case.strategy, npu, max_grad_norm=MAX_NORM)
 
 
 def window(step: TrainStep, number: int) -> list[MicroBatch]:
@@ -172,6 +185,19 @@ def held_bytes(npu: Accelerator) -> int:
 
 def measure(npu: Accelerator, case: Case) -> Profile:
     return measure_rank(npu, measured_workload(), case.strategy, steps=0)
+
+
+def made(npu: Accelerator) -> dict[str, int]:
+    """Bytes of the device while a step at stage 3 makes its model: live before, at the peak, of what training keeps."""
+    before = held_bytes(npu)
+    npu.memory.reset_peak()
+    torch.manual_seed(0)
+    step = build_step(measured_workload(), stage_of_zero(3).strategy, npu)
+    states = [value for state in step.optimizer.state.values() for value in state.values()]
+    shards = [*step.model.parameters(), *step.model.buffers(), *states]
+    kept = sum((each.to_local() if isinstance(each, DTensor) else each).untyped_storage().nbytes() for each in shards)
+    whole_bytes = sum(parameter.numel() * 4 for parameter in step.model.parameters())
+    return {"before": before, "peak": npu.memory.peak_bytes(), "kept": kept, "whole": whole_bytes}
 
 
 def save_and_load(npu: Accelerator, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_on_npu import NUM_RANKS, Case, Trained, measured_workload, run_all, stage_of_zero, train_plainly
+from ranks_on_npu import (
+    NUM_RANKS,
+    Case,
+    Trained,
+    measured_workload,
+    new_model,
+    run_all,
+    stage_of_zero,
+    train_plainly,
+)
 
 from trainfit.hardware import Accelerator, find_device
 from trainfit.profile import Mesh
@@ -14,7 +23,8 @@ from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.processes import run_on_ranks
 
 TIMEOUT_SECONDS = 240.0
-PIPELINE = [Case(Mesh(pipeline=NUM_RANKS), tier=tier) for tier in ("keep", "full")]
+STAGES = Mesh(pipeline=NUM_RANKS)
+PIPELINE = [Case(STAGES, tier="full"), Case(STAGES, family="gpt2")]
 TRAINED = [*(stage_of_zero(stage, tier) for stage in (0, 1, 2, 3) for tier in ("keep", "full")), *PIPELINE]
 MEASURED = [stage_of_zero(stage, tier) for stage in (1, 3) for tier in ("keep", "full")]
 
@@ -27,8 +37,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Trained:
-    return train_plainly()
+def plains() -> dict[str, Trained]:
+    return {family: train_plainly(family) for family in ("llama", "gpt2")}
 
 
 def test_each_rank_has_a_device_of_its_own_and_gloo_beside_hccl(ranks: list[dict[str, Any]]):
@@ -37,8 +47,10 @@ def test_each_rank_has_a_device_of_its_own_and_gloo_beside_hccl(ranks: list[dict
 
 
 @pytest.mark.parametrize("number", range(len(TRAINED)), ids=map(str, TRAINED))
-def test_trains_as_one_process_on_the_cpu_does(ranks: list[dict[str, Any]], plain: Trained, number: int):
-    assert abs(plain.losses[-1] - plain.losses[0]) > 0.01
+def test_trains_as_one_process_on_the_cpu_does(ranks: list[dict[str, Any]], plains: dict[str, Trained], number: int):
+    plain = plains[TRAINED[number].family]
+    before = dict(new_model(TRAINED[number].family).named_parameters())
+    assert all((plain.weights[name] - weight).abs().max() > 1e-4 for name, weight in before.items())
     assert max(plain.norms) > 0.5  # clipped
     names = set()
     for rank in ranks:
@@ -48,7 +60,8 @@ def test_trains_as_one_process_on_the_cpu_does(ranks: list[dict[str, Any]], plai
         assert found.norms == pytest.approx(plain.norms, rel=1e-5)
         for name, weight in found.weights.items():
             expected = plain.weights[name]
-            assert (weight - expected).abs().max() / expected.abs().max() < 1e-5, name
+            # Of the whole tensor: AdamW makes the rounding of a gradient that is nearly zero as large as any.
+            assert (weight - expected).norm() / expected.norm() < 1e-5, name
         names |= found.weights.keys()
     assert names == plain.weights.keys()
 
@@ -57,6 +70,14 @@ def test_nothing_stays_on_the_device_of_a_step_that_is_gone(ranks: list[dict[str
     """Out of memory, a smaller step is made: it must find all of its device."""
     for rank in ranks:
         assert [left for _, left in rank["trained"]] == [0] * len(TRAINED)
+
+
+def test_a_model_is_made_without_being_whole_on_the_device(ranks: list[dict[str, Any]]):
+    """Not even at the start: it comes block by block, and a shard of each stays."""
+    for rank in ranks:
+        made = rank["made"]
+        assert made["kept"] > made["whole"]  # shards of masters and two moments: 1.5 of the model
+        assert made["peak"] - made["before"] < 1.1 * made["kept"]
 
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
