@@ -99,6 +99,32 @@ def test_bad_tiers_are_one_line(text: str, message: str):
         ({"tiers": ["full", "half"]}, "unknown activation tier 'half'"),
         ({"optimizer": "sgd"}, "unknown optimizer 'sgd'"),
         ({"microbatch": 4}, "unknown strategy key 'microbatch'"),
+        ({"mesh": {"shard": 2}, "zero": {"stage": 2, "reduce_dtype": "fp16"}}, "reduce_dtype fp16 needs loss scaling"),
+        (
+            {"accumulation_steps": 2, "mesh": {"shard": 2}, "zero": {"stage": 1, "reduce_dtype": "bf16"}},
+            "would also add up 2 micro batches",
+        ),
+        (
+            {
+                "accumulation_steps": 2,
+                "mesh": {"replicate": 2, "shard": 2},
+                "zero": {"stage": 2, "reduce_dtype": "bf16"},
+            },
+            "would also add up 2 micro batches",
+        ),
+        (
+            {"mesh": {"shard": 4, "tensor": 2}, "zero": {"stage": 3, "reshard_size": 2}},
+            "does not work with mesh.tensor 2",
+        ),
+        (
+            {
+                "accumulation_steps": 4,
+                "mesh": {"pipeline": 2, "tensor": 2},
+                "tensor": {"sequence": True},
+                "pipeline": {"schedule": "interleaved", "stages_per_rank": 2},
+            },
+            "tensor.sequence does not work with pipeline.schedule interleaved",
+        ),
     ],
 )
 def test_bad_strategies_are_one_line(change: dict[str, Any], message: str):

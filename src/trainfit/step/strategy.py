@@ -69,9 +69,11 @@ class Strategy:
         for dim, size in zip(MESH_DIMS, self.mesh.shape):
             if type(size) is not int or size < 1:
                 raise RecipeError(f"mesh.{dim} is {size!r}; it must be a whole number, at least 1")
-        _check_zero(self.zero, self.mesh)
+        _check_zero(self.zero, self.mesh, self.accumulation_steps)
         if self.tensor.sequence and self.mesh.tensor == 1:
             raise RecipeError("tensor.sequence splits sequences over mesh.tensor, which is 1; set mesh.tensor too")
+        if self.tensor.sequence and self.pipeline.stages_per_rank > 1:
+            raise RecipeError("tensor.sequence does not work with pipeline.schedule interleaved; use 1f1b")
         _check_pipeline(self.pipeline, self.mesh, self.accumulation_steps)
 
     @property
@@ -102,7 +104,7 @@ class Strategy:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _check_zero(zero: Zero, mesh: Mesh) -> None:
+def _check_zero(zero: Zero, mesh: Mesh, accumulation_steps: int) -> None:
     if zero.stage not in (0, 1, 2, 3):
         raise RecipeError(f"zero.stage is {zero.stage!r}; it is 0, 1, 2 or 3")
     if zero.stage == 0 and mesh.shard > 1:
@@ -115,7 +117,19 @@ def _check_zero(zero: Zero, mesh: Mesh) -> None:
         raise RecipeError(f"zero.prefetch is {zero.prefetch!r}; give a number of blocks from 1 to 16")
     if zero.reduce_dtype not in PRECISIONS:
         raise RecipeError(f"unknown zero.reduce_dtype {zero.reduce_dtype!r}; one of {', '.join(PRECISIONS)}")
+    if zero.reduce_dtype == "fp16":
+        raise RecipeError("zero.reduce_dtype fp16 needs loss scaling, which is not here yet; use bf16 or fp32")
+    adds_up = accumulation_steps > 1 and (mesh.replicate > 1 or not zero.reduces_each_micro_batch)
+    if zero.stage and zero.reduce_dtype != "fp32" and adds_up:
+        raise RecipeError(
+            f"zero.reduce_dtype {zero.reduce_dtype} would also add up {accumulation_steps} micro batches in it; "
+            "use fp32, or set zero.gradient_sync: micro_batch without mesh.replicate"
+        )
     size = zero.reshard_size
+    if size and mesh.tensor > 1:
+        raise RecipeError(
+            f"zero.reshard_size {size} does not work with mesh.tensor {mesh.tensor}; leave one of them out"
+        )
     if size and (zero.stage != 3 or not 1 < size < mesh.shard or mesh.shard % size):
         raise RecipeError(
             f"zero.reshard_size is {size} at stage {zero.stage} over mesh.shard {mesh.shard}; it is for stage 3, and "
