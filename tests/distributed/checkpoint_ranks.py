@@ -306,7 +306,7 @@ class Moments:
         self.passed += 1
 
 
-def killed_save(rank: int, store: str, folder: Path, victim: int, fatal: int) -> None:
+def killed_save(rank: int, store: str, folder: Path, victim: int, fatal: int, asynchronous: bool) -> None:
     """Exit codes: 0 saved, 3 told that another rank is gone, -9 killed."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
@@ -315,7 +315,7 @@ def killed_save(rank: int, store: str, folder: Path, victim: int, fatal: int) ->
     with torch.no_grad():
         model.weight.fill_(1.0)
     optimizer = with_moments(model, 1.0)
-    checkpoints = Checkpoints(folder, ranks_of(Mesh(replicate=2), CPU), keep=2, asynchronous=fatal % 2 == 0)
+    checkpoints = Checkpoints(folder, ranks_of(Mesh(replicate=2), CPU), keep=2, asynchronous=asynchronous)
     rng = (torch.get_rng_state(),)
     checkpoints.save(state_at(1), model, optimizer, rng)
     checkpoints.wait()
@@ -335,12 +335,14 @@ def killed_save(rank: int, store: str, folder: Path, victim: int, fatal: int) ->
     os._exit(code)
 
 
-def run_killed(folder: Path, victim: int, fatal: int) -> list[int | None]:
+def run_killed(folder: Path, victim: int, fatal: int, *, asynchronous: bool) -> list[int | None]:
     """Exit codes of 2 ranks, the victim killed at its fatal moment of the second save."""
     context = start_context()
     store = folder / "store"
     processes = [
-        context.Process(target=killed_save, args=(rank, str(store), folder / "saves", victim, fatal), daemon=True)
+        context.Process(
+            target=killed_save, args=(rank, str(store), folder / "saves", victim, fatal, asynchronous), daemon=True
+        )
         for rank in range(2)
     ]
     for process in processes:

@@ -81,7 +81,7 @@ def test_every_stage_saves_what_one_process_can_load(tmp_path):
     grown = run_ranks(on_ranks.resume, 3, tmp_path / "0" / "step-00000002", (1, 1, 3, 1), 3)
     assert_equal(by_rank[0][0], grown[2]["tensors"])
     assert grown[2]["notes"] == (
-        "2 ranks saved, 3 go on: rank 2 draws random numbers from the run's seed, step and rank",
+        "2 ranks saved, 3 go on: data share 2 draws random numbers from the run's seed, step and share",
     )
     assert not torch.equal(grown[2]["rng"], grown[0]["rng"])
 
@@ -151,14 +151,14 @@ def test_a_full_disk_of_one_rank_is_told_on_all_at_the_next_save(tmp_path):
     assert names == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path, victim):
+@pytest.mark.parametrize(("victim", "asynchronous"), [(0, True), (0, False), (1, True)])
+def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path, victim, asynchronous):
     fatal, codes = 0, [None, None]
     seen = set()
     while codes != [0, 0]:
         folder = tmp_path / str(fatal)
         folder.mkdir()
-        codes = on_ranks.run_killed(folder, victim, fatal)
+        codes = on_ranks.run_killed(folder, victim, fatal, asynchronous=asynchronous)
         if codes != [0, 0]:
             assert codes[victim] == -9, (fatal, codes)
             assert codes[1 - victim] in (0, 3), (fatal, codes)  # the other one is told; it does not hang

@@ -64,7 +64,10 @@ def train(
         launch.share("recipe", lambda: load_recipe(recipe, overrides or ()).hash)
         settings = load_recipe(recipe, overrides or ())
         folder = Path(settings.run_folder).expanduser()
-        resume = resume or (launch.restarts > 0 and bool(list_checkpoints(folder / CHECKPOINTS_FOLDER)))
+        # torchrun counts restarts for each machine, and only on those whose own ranks failed.
+        is_restart = any(int(count) for count in launch.gather("restarts", str(launch.restarts)))
+        has_saved = launch.share("saved", lambda: str(bool(list_checkpoints(folder / CHECKPOINTS_FOLDER)))) == "True"
+        resume = resume or (is_restart and has_saved)
         device, hardware = local_device(None, settings, launch)
         budgets = launch.gather("budget", str(hardware.usable_bytes))
         say("Building the model")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from trainfit.errors import ResumeError
 from trainfit.hardware import Accelerator, Ranks
 from trainfit.hardware.together import together
+from trainfit.profile import Mesh
 from trainfit.train.checkpoint import Manifest, RunState, check_files, read_index, read_manifest
 from trainfit.train.index import Index
 from trainfit.train.shards import ShardReader
@@ -74,7 +75,7 @@ def load_checkpoint(
     looks = together(look, group, alone=group is None)
     manifest, index, tensors = opened[0]
     index = _agree(checkpoint, manifest, index, looks, ranks)
-    rng = _rng_targets(index, ranks.rank)
+    rng = _rng_targets(index, _rng_source(manifest.mesh, ranks))
     try:
         load(
             {**tensors, **rng},
@@ -86,8 +87,8 @@ def load_checkpoint(
     except CheckpointException as failed:
         error = first_failure(failed)
         raise ResumeError(f"{checkpoint} cannot be read ({error}); remove it to go on before it") from error
-    notes = _rng_notes(manifest.mesh.size, ranks.mesh.size)
-    return Restored(tuple(rng.values()) or None, _seed(manifest.state, ranks.rank), notes)
+    notes = _rng_notes(manifest.mesh, ranks.mesh)
+    return Restored(tuple(rng.values()) or None, _seed(manifest.state, ranks.data_index), notes)
 
 
 def first_failure(failed: CheckpointException) -> BaseException:
@@ -125,6 +126,16 @@ def _is_copy(name: str, ties: Mapping[str, str], kinds: Mapping[str, Kind]) -> b
     return plain in ties and prefix + ties[plain] in kinds
 
 
+def _rng_source(saved: Mesh, ranks: Ranks) -> int:
+    """The rank whose generators this one takes: its own, or on another mesh that of its share of the data.
+
+    Tensor ranks must draw the same numbers, so they take the same generators.
+    """
+    if _draw_alike(saved, ranks.mesh):
+        return ranks.rank
+    return ranks.data_index * saved.tensor if ranks.data_index < saved.data else saved.size
+
+
 def _rng_targets(index: Index, rank: int) -> dict[str, Tensor]:
     """Empty tensors for this rank's generators, host first; none where it was not among those that saved."""
     targets: dict[str, Tensor] = {}
@@ -134,17 +145,24 @@ def _rng_targets(index: Index, rank: int) -> dict[str, Tensor]:
     return targets
 
 
-def _rng_notes(saved: int, now: int) -> tuple[str, ...]:
-    if saved == now:
+def _draw_alike(saved: Mesh, now: Mesh) -> bool:
+    """Whether ranks of the same number have the same stage, share of the data and part of each matrix."""
+    return (saved.pipeline, saved.data, saved.tensor) == (now.pipeline, now.data, now.tensor)
+
+
+def _rng_notes(saved: Mesh, now: Mesh) -> tuple[str, ...]:
+    if _draw_alike(saved, now):
         return ()
-    if now > saved:
-        which = f"rank {saved} draws" if now == saved + 1 else f"ranks {saved} to {now - 1} draw"
-        rest = f"{which} random numbers from the run's seed, step and rank"
-    else:
-        rest = "the random numbers of the other ranks are left unused"
-    return (f"{saved} {'rank' if saved == 1 else 'ranks'} saved, {now} go on: {rest}",)
+    begin = f"{saved.size} {'rank' if saved.size == 1 else 'ranks'} saved, {now.size} go on: "
+    if now.data > saved.data:
+        several = f"shares {saved.data} to {now.data - 1} draw"
+        shares = f"share {saved.data} draws" if now.data == saved.data + 1 else several
+        return (f"{begin}data {shares} random numbers from the run's seed, step and share",)
+    if now.data < saved.data:
+        return (f"{begin}the random numbers of the other data shares are left unused",)
+    return (f"{begin}ranks with the same share of the data go on from the same random numbers",)
 
 
-def _seed(state: RunState, rank: int) -> int:
-    text = f"{state.recipe.get('seed')} {state.step} {rank}"
+def _seed(state: RunState, data_index: int) -> int:
+    text = f"{state.recipe.get('seed')} {state.step} {data_index}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

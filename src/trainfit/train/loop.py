@@ -63,8 +63,8 @@ def train(
         try:
             launch.share("folder", lambda: setup.open_folder(stack))
             setup.read(resume)
-            measured = stack.enter_context(MeasuredUpdate(accelerator)) if measure and launch.is_first else None
             stack.enter_context(launch.process_group(accelerator, timeout_seconds=recipe.timeout_seconds))
+            measured = stack.enter_context(MeasuredUpdate(accelerator)) if measure and launch.is_first else None
             run = setup.build(strategy, accelerator, str(plan.get("hash", "")))
             if setup.saved is not None:
                 _restore(run, setup.saved)
@@ -76,8 +76,11 @@ def train(
         setup.on_event(_started(run, workload, baseline))
         metrics = _metrics(run, launch)
         stack.enter_context(metrics)
-        with _deferred_interrupt() as stop, run.watch, run.checkpoints:
+        # The watch ends first: others must hear at once of what was raised here, whatever is being written.
+        with _deferred_interrupt() as stop, run.checkpoints, run.watch:
             interrupted = run.go(metrics, stop, measured)
+            with run.watch.waiting_allowed("saving"):
+                run.checkpoints.wait()
         report = run.report(interrupted=interrupted, unigram_loss=baseline, total_seconds=time.perf_counter() - began)
         if not interrupted and launch.is_first:
             setup.folder.write_json(SUMMARY_FILE, report.to_json())
@@ -188,7 +191,7 @@ def _started(run: Run, workload: Workload, baseline: float) -> Started:
     return Started(
         step=run.step_number,
         steps=run.steps,
-        num_parameters=sum(parameter.numel() for parameter in run.step.model.parameters()),
+        num_parameters=run.step.num_parameters,
         training_tokens=len(run.data.train.tokens),
         held_out_tokens=len(run.data.held_out.tokens),
         held_out_loss_tokens=len(run.held_out_indices) * run.recipe.seq_len,

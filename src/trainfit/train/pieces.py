@@ -8,9 +8,9 @@ from math import prod
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.tensor import DTensor
 
 from trainfit.errors import ModelError
+from trainfit.hardware.ranks import local_part
 
 PieceKey = tuple[str, tuple[int, ...]]  # name of the tensor, offsets of the piece in it
 
@@ -30,10 +30,6 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> dict[PieceKey, WriteItem]:
         if prod(chunk.sizes) or not prod(size):
             pieces[item.index.fqn, tuple(chunk.offsets)] = item
     return pieces
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def num_bytes(item: WriteItem) -> int:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from trainfit.errors import TrainfitError
 from trainfit.hardware import Ranks
+from trainfit.hardware.ranks import local_part
 from trainfit.hardware.together import together
 from trainfit.train.checkpoint import (
     Manifest,
@@ -38,7 +39,7 @@ from trainfit.train.checkpoint import (
 )
 from trainfit.train.index import Index
 from trainfit.train.loading import Restored, first_failure, load_checkpoint
-from trainfit.train.pieces import PieceKey, PieceSavePlanner, local_part, num_bytes, pieces_of, share_out
+from trainfit.train.pieces import PieceKey, PieceSavePlanner, num_bytes, pieces_of, share_out
 from trainfit.train.shards import ShardWriter
 from trainfit.train.state import RNG, run_tensors
 from trainfit.train.storage import FileFacts
@@ -91,13 +92,14 @@ class Checkpoints:
         """
         self.wait()
         job = self._prepare(state, model, optimizer, rng)
-        self._writing = state.step
         if not self._asynchronous:
+            self._writing = state.step
             self._write(job)
             self.wait()
             return
         parts = {name: part.detach().to("cpu", copy=True) for name, part in job.parts.items()}
         job = replace(job, parts=parts)
+        self._writing = state.step
         # A daemon: a process that must end does not wait for a rank that hangs.
         self._thread = threading.Thread(target=self._write, args=(job,), name="save", daemon=True)
         self._thread.start()

@@ -66,7 +66,8 @@ class StallWatch:
         blocks = {name: modules[name] for name in step.anatomy.blocks if name in modules}  # a pipeline stage has some
         mesh = step.ranks.mesh
         in_step = mesh.tensor > 1 or (mesh.shard > 1 and step.strategy.zero.stage > 0)
-        return cls(step.ranks, blocks, in_step=in_step, root=step.root, settings=settings)
+        root = None if step.root is step.model else step.root  # a loss in pieces may call the model for each
+        return cls(step.ranks, blocks, in_step=in_step, root=root, settings=settings)
 
     def begin_step(self, number: int) -> None:
         """An update begins; number: as the user counts them, from 1."""
