@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from plain import CPU, make_model, small_workload
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from trainfit.hardware.ranks import fake_process_group, ranks_of
 from trainfit.profile import Mesh, TensorParallel, Zero
 from trainfit.rehearsal.rehearse import fake_tensors, full_micro_batch
 from trainfit.step import Strategy, TrainStep, build_step
+from trainfit.techniques.adamw import make_adamw
 from trainfit.workload import IGNORED_LABEL, MicroBatch, Workload, workload_from_module
 
 NUM_STEPS = 20
@@ -141,10 +143,14 @@ def windows() -> list[tuple[Tensor, Tensor]]:
 def new_step(case: Case, strategy: Strategy) -> TrainStep:
     workload = workload_of(case.model)
     model = make_model(workload)
+    freeze(case, model)
+    return build_step(workload, strategy, CPU, model=model)
+
+
+def freeze(case: Case, model: nn.Module) -> None:
     if case.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in ("embed_tokens", "0.self_attn.k_proj")))
-    return build_step(workload, strategy, CPU, model=model)
 
 
 def train(case: Case, strategy: Strategy) -> Training:
@@ -161,6 +167,25 @@ def train(case: Case, strategy: Strategy) -> Training:
         torch.stack([each.gradient_norm for each in results if each.gradient_norm is not None]),
         weights,
     )
+
+
+def train_plainly(case: Case) -> Training:
+    """The same by hand, in one process on whole batches."""
+    workload = workload_of(case.model)
+    model = make_model(workload).train()
+    freeze(case, model)
+    optimizer = make_adamw(model.named_parameters(), workload.optimizer)
+    losses, norms = [], []
+    for tokens, labels in windows():
+        output = model(tokens)
+        logits = output if isinstance(output, Tensor) else output.logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), torch.stack(norms), {name: p.detach() for name, p in model.named_parameters()}
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -191,7 +216,7 @@ def assert_equals_one_process(cases: list[Case], results: list[list[Training]]) 
     expected = {}
     for index, case in enumerate(cases):
         if (key := (case.model, case.frozen)) not in expected:
-            expected[key] = train(case, Strategy(ROWS))
+            expected[key] = train_plainly(case)
         losses, norms, weights = expected[key]
         for rank, result in enumerate(results):
             found_losses, found_norms, found_weights = result[index]

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from trainfit.errors import DeviceError
 from trainfit.hardware.launch import Launch
 from trainfit.hardware.runtime import Accelerator
 from trainfit.profile import MESH_DIMS, Mesh, MeshDim
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, which is all of it where it is no DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -91,11 +96,6 @@ class Ranks:
         value = torch.tensor(int(flag))
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return bool(value)
-
-    @cached_property
-    def is_first(self) -> bool:
-        """Whether this is the rank that prints and writes what all would write alike."""
-        return self.rank == 0
 
 
 def ranks_of(mesh: Mesh, device: Accelerator, *, backend: str | None = None) -> Ranks:

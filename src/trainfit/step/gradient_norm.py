@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainfit.hardware import Ranks
+from trainfit.hardware.ranks import local_part
 
 
 def clip_gradients(
@@ -26,19 +27,20 @@ def clip_gradients(
     if ranks.mesh.size == 1:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = global_norm([p.grad for p in (parameters if counted is None else counted) if p.grad is not None], ranks)
+    own = [p.grad for p in (parameters if counted is None else counted) if p.grad is not None]
+    norm = global_norm(own, ranks, device=parameters[0].device)
     # As nn.utils.clip_grad_norm_ has it, on local shards: one foreach takes no tensors of several meshes.
-    torch._foreach_mul_([_local(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_([local_part(gradient) for gradient in gradients], (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def global_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
-    """Every element counts once, on whichever rank it is; pipeline stages have different ones."""
+def global_norm(gradients: Sequence[Tensor], ranks: Ranks, *, device: torch.device) -> Tensor:
+    """Every element counts once, on whichever rank it is; pipeline stages have different ones, and may have none."""
     # By how a gradient is split: [whole, over shard, over tensor, over both].
-    squares = torch.zeros(4, dtype=torch.float32, device=gradients[0].device)
+    squares = torch.zeros(4, dtype=torch.float32, device=device)
     locals_: list[list[Tensor]] = [[], [], [], []]
     for gradient in gradients:
-        locals_[_how_split(gradient)].append(_local(gradient))
+        locals_[_how_split(gradient)].append(local_part(gradient))
     for index, group in enumerate(locals_):
         if group:
             squares[index] = torch.stack(torch._foreach_norm(group)).square().sum()
@@ -58,7 +60,3 @@ def _how_split(gradient: Tensor) -> int:
 def _splits(placement: object) -> bool:
     # FSDP's shards of a tensor-parallel parameter are of a class of their own, beside Shard.
     return isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
