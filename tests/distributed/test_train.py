@@ -90,16 +90,19 @@ def test_every_launch_trains_the_same(name: str, template: Path, alone: Path, tm
     assert prod(mesh.values()) == ranks
 
 
-def test_a_run_of_four_goes_on_with_two_and_with_one(template: Path, alone: Path, tmp_path: Path):
+def test_a_run_of_four_goes_on_with_two_with_another_two_and_with_one(template: Path, alone: Path, tmp_path: Path):
     folder = tmp_path / "copy"
     shutil.copytree(template, folder)
     assert train(folder, 4, "zero.stage=3").returncode == 0
-    for ranks in (2, 1):
+    for ranks, arguments in ((2, ()), (2, ("mesh={tensor: 2}",)), (1, ())):
         shutil.rmtree(folder / "run" / "checkpoints" / "step-00000006")
         (folder / "run" / "summary.json").unlink()
-        done = train(folder, ranks, "--resume")
+        done = train(folder, ranks, "--resume", *arguments)
         assert done.returncode == 0, done.stderr
         assert losses(folder) == pytest.approx(losses(alone), rel=1e-5)
+        mesh = json.loads((folder / "run" / "plan.json").read_text())["chosen"]["strategy"]["mesh"]
+        assert prod(mesh.values()) == ranks
+        assert mesh["tensor"] == (2 if arguments else 1)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,7 @@ def test_a_run_of_four_goes_on_with_two_and_with_one(template: Path, alone: Path
         (("mesh={shard: 4}",), "mesh has 4 devices"),
         (("memory=100kiB",), "does not fit"),
         (("seq_len=100000",), "100000"),
+        (("mesh={pipeline: 2}", "tokens_per_step=16"), "1 sequences for each pipeline of 2 stages"),
     ],
 )
 def test_bad_input_is_said_once_whatever_the_number_of_ranks(arguments, words, template: Path, tmp_path: Path):
@@ -119,3 +123,22 @@ def test_bad_input_is_said_once_whatever_the_number_of_ranks(arguments, words, t
     assert len(ours) == 1, done.stderr
     assert words in ours[0]
     assert not (folder / "run" / "checkpoints").exists()
+
+
+def test_ranks_that_read_other_recipes_are_refused(template: Path, tmp_path: Path):
+    """As machines with a copy each may."""
+    folder = tmp_path / "copy"
+    shutil.copytree(template, folder)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = f"exec {sys.executable} -m trainfit train recipe.yaml optimizer.learning_rate=$((RANK + 1))e-4"
+    done = subprocess.run(
+        [*launcher, "bash", "-c", command],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "recipe.yaml says something else to rank 1 than to rank 0" in done.stderr

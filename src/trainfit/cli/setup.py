@@ -13,9 +13,10 @@ from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
 from trainfit.hardware import Accelerator, Hardware, Launch, accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.profile import PRECISIONS, Precision
+from trainfit.profile import PRECISIONS, Layout, Precision
 from trainfit.step import Strategy, parse_tiers
 from trainfit.step.build import prepare as prepare_build
+from trainfit.step.strategy import describe_strategy
 from trainfit.techniques.chunked_loss import auto_chunks
 from trainfit.train import Recipe, load_recipe, recipe_workload
 from trainfit.units import format_bytes
@@ -152,6 +153,12 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
     for what, planned, wanted in pairs:
         if planned != wanted:
             raise RecipeError(f"the plan is for {what} {planned}, the recipe for {wanted}; plan again with the recipe")
+    strategy = plan.strategy
+    if Layout(strategy.mesh, strategy.zero, strategy.tensor, strategy.pipeline) not in target.layouts:
+        raise RecipeError(
+            f"the plan is for {describe_strategy(strategy)}, which is not how the recipe arranges its devices; "
+            "plan again with the recipe"
+        )
     if "precision" not in target.may_change and plan.strategy.precision != target.precision:
         raise RecipeError(
             f"the plan computes in {plan.strategy.precision}, the recipe in {target.precision}; "

@@ -12,7 +12,7 @@ import typer
 from trainfit.cli.console import notes, output, print_json, quiet, status
 from trainfit.cli.failure import INTERRUPTED
 from trainfit.cli.options import JsonOption, RecipeArgument
-from trainfit.errors import InputError
+from trainfit.errors import InputError, RecipeError
 from trainfit.units import format_seconds
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ def train(
         launch = Launch.from_environment()
         # What torchrun starts anew after a failure goes on where the last save was, if there is one.
         # Rank 0 first, so that what is wrong with a recipe is said once.
-        launch.share("recipe", lambda: load_recipe(recipe, overrides or ()).hash)
+        first = launch.share("recipe", lambda: load_recipe(recipe, overrides or ()).hash)
         settings = load_recipe(recipe, overrides or ())
+        if settings.hash != first:
+            raise RecipeError(f"{recipe} says something else to rank {launch.rank} than to rank 0; give all one recipe")
         folder = Path(settings.run_folder).expanduser()
         # torchrun counts restarts for each machine, and only on those whose own ranks failed.
         is_restart = any(int(count) for count in launch.gather("restarts", str(launch.restarts)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from trainfit.errors import TrainfitError
 
 T = TypeVar("T")
+_COLLECTIVE = re.compile(r"gloo|nccl|hccl|process ?group|connection (closed|reset) by peer", re.IGNORECASE)
 
 
 def together(action: Callable[[], T], group: dist.ProcessGroup | None = None, *, alone: bool | None = None) -> list[T]:
@@ -35,6 +37,13 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None, *,
         kind, message = first
         raise kind(message) from error
     return [value for _, value in answers]
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether a collective failed, which is another rank's doing."""
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
 
 
 def _portable(error: Exception) -> tuple[type[Exception], str]:

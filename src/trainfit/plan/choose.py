@@ -44,6 +44,8 @@ def choose(
     on_progress("tracing one block")
     tracer = Tracer(workload, hardware)
     found = search(tracer, hardware, target, allowed)
+    if not found:
+        raise _too_few_micro_batches(target)
 
     def exact(strategy: Strategy) -> Profile:
         on_progress(f"rehearsing {describe_strategy(strategy)}")
@@ -61,8 +63,19 @@ def choose(
         predicted=profile,
         plain=plain,
         alternatives=tuple(_alternatives(found, rehearsed, chosen, profile, allowed)),
-        reason=_why(chosen, profile, plain, allowed) if fits else _why_not(tracer, profile, target, hardware),
+        reason=_why(chosen, profile, plain, allowed) if fits else _why_not(profile, target, hardware),
         notes=_notes(target),
+    )
+
+
+def _too_few_micro_batches(target: Target) -> RecipeError:
+    layout = target.layouts[0]
+    has, stages = target.sequences_per_rank(layout), layout.mesh.pipeline
+    enough = next(count for count in range(has + 1, 2**62) if layout.pipeline.fits(count, stages))
+    return RecipeError(
+        f"tokens_per_step {target.tokens_per_step} are {has} sequences for each pipeline of {stages} stages, which "
+        f"cannot be cut into micro batches that keep {layout.pipeline.schedule} busy; give "
+        f"{enough * layout.mesh.data * target.seq_len}, or fewer stages"
     )
 
 
@@ -150,14 +163,13 @@ def _why(chosen: Candidate, profile: Profile, plain: Alternative, allowed: int) 
     )
 
 
-def _why_not(tracer: Tracer, profile: Profile, target: Target, hardware: Hardware) -> str:
-    facts = tracer.facts
-    states = facts.parameter_bytes + facts.optimizer_bytes + facts.gradient_bytes
+def _why_not(profile: Profile, target: Target, hardware: Hardware) -> str:
+    states = sum(profile.categories[name] for name in ("parameters", "optimizer", "gradients"))
     allowed = target.allowed_bytes(hardware.spec.kind)
     needed = int(profile.peak_bytes * target.budget_bytes / allowed) + 1
     remedy = f"give it {format_bytes(needed)}"
     if states > allowed:
-        devices = -(-profile.peak_bytes // allowed)
+        devices = hardware.count * -(-profile.peak_bytes // allowed)
         remedy += f", shard it over at least {devices} such devices (mesh.shard), or take a smaller model"
     else:
         remedy += ", or shorten seq_len"

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from trainfit.errors import TrainfitError
 from trainfit.hardware import Ranks
 from trainfit.hardware.ranks import local_part
-from trainfit.hardware.together import together
+from trainfit.hardware.together import is_of_collective, together
 from trainfit.train.checkpoint import (
     Manifest,
     RunState,
@@ -177,7 +177,8 @@ class Checkpoints:
     def _explained(self, step: int, error: BaseException) -> BaseException:
         if isinstance(error, CheckpointException):
             error = first_failure(error)
-        if isinstance(error, TrainfitError) or not isinstance(error, Exception):
+        # A rank that is gone is named by those who watch, not by a save that missed it.
+        if isinstance(error, TrainfitError) or not isinstance(error, Exception) or is_of_collective(error):
             return error
         what = " ".join(str(error).split()) or type(error).__name__
         move = "free some space there" if isinstance(error, OSError) else "go on from the last checkpoint with --resume"

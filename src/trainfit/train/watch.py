@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainfit.hardware import Ranks
+from trainfit.hardware.together import is_of_collective
 from trainfit.step import TrainStep
 from trainfit.train.place import Report, Whereabouts
 from trainfit.train.verdict import Peers, Sighting, WatchSettings, divergence, failure_line, judge, places_of
@@ -35,7 +35,6 @@ from trainfit.train.verdict import Peers, Sighting, WatchSettings, divergence, f
 DEFAULTS = WatchSettings()
 _VERDICT = "verdict"
 _WATCHES = count()  # of this process: every watch has its own keys
-_COLLECTIVE = re.compile(r"gloo|nccl|hccl|process ?group|connection (closed|reset) by peer", re.IGNORECASE)
 
 
 class StallWatch:
@@ -141,7 +140,7 @@ class _Connection:
 
     def fail(self, error: BaseException) -> None:
         """This rank has an exception. One out of a collective is another rank's fault: wait for the verdict on that."""
-        if _is_of_collective(error):
+        if is_of_collective(error):
             self._tell(state="failed", error=_one_line(error), by_others=True)
             # The threads end this process as soon as they know; otherwise the exception is all there is to say.
             time.sleep(self.settings.silent_seconds + 8 * self.settings.beat_seconds)
@@ -293,9 +292,3 @@ def _within(seconds: float, call: Callable[[], None]) -> None:
 def _one_line(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _is_of_collective(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
