@@ -23,6 +23,7 @@ import trainfit.train.storage as storage_module
 from trainfit.errors import ResumeError, TrainfitError
 from trainfit.hardware import Ranks, accelerator
 from trainfit.hardware.ranks import ranks_of
+from trainfit.hardware.together import is_of_collective
 from trainfit.profile import MESH_DIMS, Mesh, Zero
 from trainfit.step import Strategy, build_step
 from trainfit.train.checkpoint import RunState
@@ -330,8 +331,8 @@ def killed_save(rank: int, store: str, folder: Path, victim: int, fatal: int, as
         checkpoints.save(state_at(2), model, optimizer, rng)
         checkpoints.wait()
         code = 0
-    except TrainfitError:
-        code = 3
+    except (TrainfitError, RuntimeError) as error:  # gloo's own is left as it is, for the watch to explain
+        code = 3 if isinstance(error, TrainfitError) or is_of_collective(error) else 1
     os._exit(code)
 
 

@@ -88,7 +88,8 @@ class Checkpoints:
     def save(self, state: RunState, model: nn.Module, optimizer: Optimizer, rng: tuple[Tensor, ...]) -> None:
         """Writes folder/step-N, or begins to. See NOTE [ Saving beside training ].
 
-        Raises TrainfitError when this save or the one before it failed on any rank.
+        Raises TrainfitError when this save or the one before it failed on any rank, and what the collective raised when
+        a rank is gone.
         """
         self.wait()
         job = self._prepare(state, model, optimizer, rng)
@@ -105,7 +106,7 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the last save is on the disk. Raises TrainfitError when it failed on any rank."""
+        """Returns when the last save is on the disk. Raises as save() does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
