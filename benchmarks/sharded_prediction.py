@@ -1,4 +1,4 @@
-"""Predicted against measured peak of each rank's second step: python benchmarks/sharded_prediction.py [family ...]
+"""Predicted against measured peak of each rank's second step: python benchmarks/sharded_prediction.py [ranks ...]
 
 2 and 4 ranks over gloo: stages 0 to 3, hybrid, tensor and pipeline alone and with shards, micro batches 1 to 4, three
 tiers, loss chunked or not; not every product of them, but each value with each mesh. Prints a table; exits 1
@@ -59,24 +59,23 @@ def measure_all(device: Accelerator, workload: Workload, strategies: Sequence[St
     return [measure_rank(device, workload, strategy, steps=0) for strategy in strategies]
 
 
-def main(families: list[str]) -> int:
-    table = Table("strategy", "rank", "predicted", "measured", "phase", "error %")
+def main(sizes: list[int]) -> int:
+    workload = workload_from_config(TINY_CONFIGS["llama"], seq_len=128, name="llama")
     errors = []
-    for family in families:
-        workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
-        for size in (2, 4):
-            strategies = [
-                Strategy(2, accumulation, tiers=parse_tiers(tier, 4), loss_chunks=chunks, mesh=mesh, zero=zero)
-                for mesh, zero in LAYOUTS
-                if mesh.size == size
-                # Four ranks on two cores take long: a half of the values with each mesh.
-                for accumulation, tier, chunks in (PIPELINE_KNOBS if mesh.pipeline > 1 else KNOBS)[: 8 // size]
-            ]
-            predicted = [_rehearse_all(workload, strategy) for strategy in track(strategies, console=ERR)]
-            measured = run_on_ranks(measure_all, size, "cpu", workload, strategies)
-            for index, strategy in enumerate(strategies):
-                errors.append(_compare(table, strategy, predicted[index], [ranks[index] for ranks in measured]))
-    Console(width=150).print(table)
+    for size in sizes:
+        strategies = [
+            Strategy(2, accumulation, tiers=parse_tiers(tier, 4), loss_chunks=chunks, mesh=mesh, zero=zero)
+            for mesh, zero in LAYOUTS
+            if mesh.size == size
+            # Four ranks on two cores take long: a half of the values with each mesh.
+            for accumulation, tier, chunks in (PIPELINE_KNOBS if mesh.pipeline > 1 else KNOBS)[: 8 // size]
+        ]
+        predicted = [_rehearse_all(workload, strategy) for strategy in track(strategies, console=ERR)]
+        measured = run_on_ranks(measure_all, size, "cpu", workload, strategies)
+        table = Table("strategy", "rank", "predicted", "measured", "phase", "error %")
+        for index, strategy in enumerate(strategies):
+            errors.append(_compare(table, strategy, predicted[index], [ranks[index] for ranks in measured]))
+        Console(width=150).print(table)
     print(f"{len(errors)} combinations: median error {statistics.median(errors):.4%}, largest {max(errors):.4%}")
     return int(max(errors) > LIMIT)
 
@@ -106,4 +105,4 @@ def _compare(table: Table, strategy: Strategy, predicted: Sequence[Profile], mea
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["llama"]))
+    sys.exit(main([int(size) for size in sys.argv[1:]] or [2, 4]))

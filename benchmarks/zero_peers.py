@@ -85,14 +85,14 @@ def losses_agree(rows: Sequence[Row]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--stages", default="0,1,2,3")
+    parser.add_argument("--settings", nargs="*", help="those to run, as stage,accumulation,checkpointed: 1,4,0")
     parser.add_argument("--names", default="", help="regular expression: variants to run")
     parser.add_argument("--json", type=Path, help="file for all that was measured")
     options = parser.parse_args()
     console, missed, everything = Console(width=118), [], {}
     for setting in SETTINGS:
         stage, accumulation, checkpoint = setting
-        if str(stage) not in options.stages.split(","):
+        if options.settings and ",".join(map(str, setting)) not in options.settings:
             continue
         title = f"stage {stage}, accumulation {accumulation}{', every block checkpointed' if checkpoint else ''}"
         everything[title] = rows = run(setting, options.rounds, options.names)
