@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trainfit.cli.setup import Say
-    from trainfit.hardware import Hardware
+    from trainfit.hardware import Hardware, Launch
     from trainfit.plan import Plan
     from trainfit.profile import Profile
     from trainfit.report import Comparison
@@ -56,20 +56,15 @@ def train(
         from trainfit.report import plan_view
         from trainfit.train import RunFolder, load_recipe, recipe_workload
         from trainfit.train import train as run_training
-        from trainfit.train.checkpoint import CHECKPOINTS_FOLDER, list_checkpoints
 
         launch = Launch.from_environment()
-        # What torchrun starts anew after a failure goes on where the last save was, if there is one.
         # Rank 0 first, so that what is wrong with a recipe is said once.
         first = launch.share("recipe", lambda: load_recipe(recipe, overrides or ()).hash)
         settings = load_recipe(recipe, overrides or ())
         if settings.hash != first:
             raise RecipeError(f"{recipe} says something else to rank {launch.rank} than to rank 0; give all one recipe")
         folder = Path(settings.run_folder).expanduser()
-        # torchrun counts restarts for each machine, and only on those whose own ranks failed.
-        is_restart = any(int(count) for count in launch.gather("restarts", str(launch.restarts)))
-        has_saved = launch.share("saved", lambda: str(bool(list_checkpoints(folder / CHECKPOINTS_FOLDER)))) == "True"
-        resume = resume or (is_restart and has_saved)
+        resume = _goes_on(launch, folder) or resume
         device, hardware = local_device(None, settings, launch)
         budgets = launch.gather("budget", str(hardware.usable_bytes))
         say("Building the model")
@@ -98,6 +93,18 @@ def train(
             launch=launch,
         )
     return _finish(report, made, console, json=json) if launch.is_first else INTERRUPTED * report.interrupted
+
+
+def _goes_on(launch: Launch, folder: Path) -> bool:
+    """What torchrun starts anew after a failure goes on where the last save was, if there is one; all ranks or none.
+
+    torchrun counts restarts for each machine, and only on those whose own ranks failed.
+    """
+    from trainfit.train.checkpoint import CHECKPOINTS_FOLDER, list_checkpoints
+
+    is_restart = any(int(count) for count in launch.gather("restarts", str(launch.restarts)))
+    has_saved = launch.share("saved", lambda: str(bool(list_checkpoints(folder / CHECKPOINTS_FOLDER))))
+    return is_restart and has_saved == "True"
 
 
 def _plan(recipe: Recipe, workload: Workload, hardware: Hardware, path: Path | None, resume: bool, say: Say) -> Plan:

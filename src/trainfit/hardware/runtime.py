@@ -166,7 +166,7 @@ def accelerator(device: str | torch.device, *, index: int | None = None) -> Acce
     return Accelerator(torch.device(kind, number), kind, module)
 
 
-def backend_of(kind: Kind) -> str:
+def distributed_backend_of(kind: Kind) -> str:
     """The process-group backend that carries a device's tensors: "gloo", "nccl" or "hccl"."""
     return _BACKENDS[kind].distributed
 

@@ -43,7 +43,7 @@ def is_of_collective(error: BaseException) -> bool:
     """Whether a collective failed, which is another rank's doing."""
     if isinstance(error, dist.DistError):
         return True
-    return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
 
 
 def _portable(error: Exception) -> tuple[type[Exception], str]:

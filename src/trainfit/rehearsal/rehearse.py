@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
 from trainfit.hardware.ranks import fake_process_group
-from trainfit.hardware.runtime import backend_of
+from trainfit.hardware.runtime import distributed_backend_of
 from trainfit.profile import Mesh, Phase, Profile
 from trainfit.rehearsal.operators import FakeKernels, OperatorCost
 from trainfit.rehearsal.timeline import StepClock
@@ -100,7 +100,7 @@ def fake_ranks(mesh: Mesh, rank: int, hardware: Hardware) -> Iterator[Ranks]:
     numbers = random.getstate()  # PyTorch's stand-ins for collectives draw from it
     try:
         with fake_process_group(mesh.size, rank), _real_meshes():
-            yield ranks_of(mesh, accelerator("cpu"), backend=backend_of(hardware.spec.kind))
+            yield ranks_of(mesh, accelerator("cpu"), backend=distributed_backend_of(hardware.spec.kind))
     finally:
         random.setstate(numbers)
 
