@@ -10,11 +10,23 @@ Phase = Literal["forward", "loss", "backward", "optimizer", "save"]
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "communication", "loss"]
 Tier = Literal["keep", "pointwise", "attention", "full"]
 Precision = Literal["fp32", "bf16", "fp16"]
+OptimizerKind = Literal["adamw", "adafactor"]
+WeightStorage = Literal["fp32", "bf16_master", "fp16_master", "bf16_residual", "bf16_kahan", "bf16_stochastic"]
+GradientStorage = Literal["fp32", "half"]
+StateStorage = Literal["fp32", "bf16", "int8", "fp8"]
+FrozenStorage = Literal["fp32", "half", "int8", "nf4"]
+Cast = Literal["operator", "block"]
+Accuracy = Literal["exact", "rounding", "lossy"]
 MeshDim = Literal["pipeline", "replicate", "shard", "tensor"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 TIERS: tuple[Tier, ...] = get_args(Tier)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
+WEIGHT_STORAGES: tuple[WeightStorage, ...] = get_args(WeightStorage)
+STATE_STORAGES: tuple[StateStorage, ...] = get_args(StateStorage)
+FROZEN_STORAGES: tuple[FrozenStorage, ...] = get_args(FrozenStorage)
+ACCURACIES: tuple[Accuracy, ...] = get_args(Accuracy)  # from the best to the worst
 MESH_DIMS: tuple[MeshDim, ...] = get_args(MeshDim)
 
 
@@ -96,6 +108,47 @@ class Pipeline:
         if self.schedule == "gpipe":
             return micro_batches >= 1
         return micro_batches >= ranks and (self.schedule == "1f1b" or micro_batches % (micro_batches // ranks) == 0)
+
+
+@dataclass(frozen=True)
+class OptimizerVariant:
+    """How an optimizer keeps weights, gradients and states, where they are, and when it updates.
+
+    kind: "adamw", or "adafactor", whose second moment is two vectors for a matrix.
+    weights: "fp32"; "bf16_master" or "fp16_master": half weights in the model, fp32 ones with the optimizer;
+        "bf16_residual": bf16 weights and the 16 bits that make them fp32 again; "bf16_kahan": bf16 weights and a bf16
+        compensation; "bf16_stochastic": bf16 weights alone, rounded up or down by chance.
+    gradients: what micro batches add up in: "fp32", or "half", the dtype of half weights.
+    states: of the moments. "int8" and "fp8" have a scale for each block of them.
+    place: "host" keeps states and masters in host memory and updates there.
+    update: "backward" updates each parameter as soon as its gradient is there, and drops the gradient.
+    kernel: "fused" has no temporaries; "foreach" has some, and runs where the device has no fused one.
+    """
+
+    kind: OptimizerKind = "adamw"
+    weights: WeightStorage = "fp32"
+    gradients: GradientStorage = "fp32"
+    states: StateStorage = "fp32"
+    place: Literal["device", "host"] = "device"
+    update: Literal["step", "backward"] = "step"
+    kernel: Literal["fused", "foreach"] = "fused"
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling, which keeps fp16 gradients from vanishing.
+
+    init_scale: to begin with. growth_factor: after growth_interval steps without overflow. backoff_factor: after a step
+    that overflowed and was skipped. max_skips: so many skips in a row end the run.
+    per_block: a scale for each block, chosen by the sizes of its gradients.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    max_skips: int = 25
+    per_block: bool = False
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def test_bad_tiers_are_one_line(text: str, message: str):
         ({"micro_batch_size": True}, "micro_batch_size is True"),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
         ({"tiers": ["full", "half"]}, "unknown activation tier 'half'"),
-        ({"optimizer": "sgd"}, "unknown optimizer 'sgd'"),
+        ({"optimizer": {"kind": "sgd"}}, "unknown optimizer.kind 'sgd'"),
         ({"microbatch": 4}, "unknown strategy key 'microbatch'"),
         ({"mesh": {"shard": 2}, "zero": {"stage": 2, "reduce_dtype": "fp16"}}, "reduce_dtype fp16 needs loss scaling"),
         (

@@ -113,6 +113,10 @@ def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         recipe.precision,
         frozenset(recipe.may_change),
         recipe.layouts(hardware.count),
+        recipe.optimizer.variant(),
+        recipe.cast,
+        None if recipe.loss_scale is None else recipe.loss_scale.loss_scale(),
+        recipe.frozen_weights,
     )
     return target, notes
 

@@ -9,7 +9,7 @@ from trainfit.hardware import Hardware
 from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.search import Candidate, search
 from trainfit.plan.target import Target
-from trainfit.profile import Profile
+from trainfit.profile import OptimizerVariant, Profile
 from trainfit.rehearsal.rehearse import rehearse
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step.strategy import Strategy, describe_strategy, parse_tiers
@@ -114,7 +114,12 @@ def _plain(num_blocks: int, target: Target, exact: Callable[[Strategy], Profile]
     """No technique, the whole step as one micro batch."""
     keep = parse_tiers("keep", num_blocks)
     replicas = max(layout.mesh.data for layout in target.layouts)
-    strategy = Strategy(-(-target.sequences_per_step // replicas), precision=target.precision, tiers=keep)
+    strategy = Strategy(
+        -(-target.sequences_per_step // replicas),
+        precision=target.precision,
+        tiers=keep,
+        optimizer=OptimizerVariant(target.optimizer.kind),
+    )
     profile = exact(strategy)
     return Alternative(
         strategy,

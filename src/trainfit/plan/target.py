@@ -8,10 +8,22 @@ from typing import Any
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Kind
-from trainfit.profile import PRECISIONS, Layout, Mesh, Pipeline, Precision, TensorParallel, Zero
+from trainfit.profile import (
+    PRECISIONS,
+    Cast,
+    FrozenStorage,
+    Layout,
+    LossScale,
+    Mesh,
+    OptimizerVariant,
+    Pipeline,
+    Precision,
+    TensorParallel,
+    Zero,
+)
 
 _PARTS = {"mesh": Mesh, "zero": Zero, "tensor": TensorParallel, "pipeline": Pipeline}
-MAY_CHANGE = ("precision",)
+MAY_CHANGE = ("precision", "optimizer")
 MAX_SEQUENCES = 2**20
 
 # Part of the budget that a plan leaves free. Predictions of allocated bytes are exact to 1% on a CPU. A caching
@@ -25,7 +37,8 @@ class Target:
     """What the step must do, and what it may take.
 
     budget_bytes: memory of one device for this run. tokens_per_step: tokens of one optimizer step, padding included.
-    may_change: "precision" allows bf16 where the precision given is fp32.
+    may_change: "precision" allows bf16 where the precision given is fp32; "optimizer" allows other ways to keep weights
+        and states than that given.
     layouts: every arrangement of the devices that may be taken; tokens_per_step are those of all its ranks.
     Raises RecipeError for sizes below one and for words that are not known.
     """
@@ -36,6 +49,10 @@ class Target:
     precision: Precision = "fp32"
     may_change: frozenset[str] = frozenset()
     layouts: tuple[Layout, ...] = (Layout(),)
+    optimizer: OptimizerVariant = OptimizerVariant()
+    cast: Cast = "operator"
+    loss_scale: LossScale | None = None
+    frozen_weights: FrozenStorage = "fp32"
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):
@@ -72,4 +89,6 @@ class Target:
         layouts = tuple(
             Layout(**{name: kind(**each[name]) for name, kind in _PARTS.items()}) for each in data["layouts"]
         )
-        return cls(**{**data, "may_change": frozenset(data["may_change"]), "layouts": layouts})
+        loss_scale = data["loss_scale"] and LossScale(**data["loss_scale"])
+        parts = {"optimizer": OptimizerVariant(**data["optimizer"]), "loss_scale": loss_scale}
+        return cls(**{**data, **parts, "may_change": frozenset(data["may_change"]), "layouts": layouts})

@@ -12,11 +12,19 @@ from typing import Any
 
 from trainfit.errors import RecipeError
 from trainfit.profile import (
+    FROZEN_STORAGES,
     MESH_DIMS,
+    OPTIMIZER_KINDS,
     PIPELINE_SCHEDULES,
     PRECISIONS,
+    STATE_STORAGES,
     TIERS,
+    WEIGHT_STORAGES,
+    Cast,
+    FrozenStorage,
+    LossScale,
     Mesh,
+    OptimizerVariant,
     Pipeline,
     Precision,
     TensorParallel,
@@ -25,7 +33,13 @@ from trainfit.profile import (
 )
 
 # Fields of Strategy that are made of keys themselves.
-_PARTS: Mapping[str, Callable[..., Any]] = {"mesh": Mesh, "zero": Zero, "tensor": TensorParallel, "pipeline": Pipeline}
+_PARTS: Mapping[str, Callable[..., Any]] = {
+    "optimizer": OptimizerVariant,
+    "mesh": Mesh,
+    "zero": Zero,
+    "tensor": TensorParallel,
+    "pipeline": Pipeline,
+}
 
 
 @dataclass(frozen=True)
@@ -34,10 +48,14 @@ class Strategy:
 
     micro_batch_size: sequences in one forward and backward.
     accumulation_steps: micro batches in one optimizer step.
-    precision: compute dtype; parameters and optimizer states stay fp32.
+    precision: compute dtype.
+    cast: where fp32 weights are cast to it: "operator", each where it is used, and the copy kept for backward; "block",
+        each block's at its entry, in forward and again in backward.
+    loss_scale: None but for fp16, which has one in any case.
     tiers: activation tier of each block, first to last.
     loss_chunks: pieces in which head and loss are computed; 1 materialises all logits.
-    optimizer: "adamw".
+    optimizer: how it keeps weights, gradients and states.
+    frozen_weights: how parameters that do not train are kept; "half" is the compute dtype.
     mesh: how the processes are arranged; micro_batch_size and accumulation_steps are those of each data-parallel rank.
     zero: what ranks share and when.
     tensor: how the ranks that split each matrix work together.
@@ -49,7 +67,10 @@ class Strategy:
     precision: Precision = "fp32"
     tiers: tuple[Tier, ...] = ()
     loss_chunks: int = 1
-    optimizer: str = "adamw"
+    optimizer: OptimizerVariant = OptimizerVariant()
+    cast: Cast = "operator"
+    loss_scale: LossScale | None = None
+    frozen_weights: FrozenStorage = "fp32"
     mesh: Mesh = Mesh()
     zero: Zero = Zero()
     tensor: TensorParallel = TensorParallel()
@@ -60,10 +81,12 @@ class Strategy:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise RecipeError(f"{name} is {value!r}; it must be a whole number, at least 1")
-        if self.optimizer != "adamw":
-            raise RecipeError(f"unknown optimizer {self.optimizer!r}; there is adamw")
         if self.precision not in PRECISIONS:
             raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
+        if self.precision == "fp16" and self.loss_scale is None:
+            object.__setattr__(self, "loss_scale", LossScale())
+        _check_optimizer(self.optimizer, self.precision, self.accumulation_steps)
+        _check_casts(self)
         if unknown := sorted(set(self.tiers) - set(TIERS)):
             raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
         for dim, size in zip(MESH_DIMS, self.mesh.shape):
@@ -94,6 +117,8 @@ class Strategy:
             raise RecipeError("a strategy has no micro_batch_size; give one, at least 1")
         try:
             parts = {name: kind(**data.get(name, {})) for name, kind in _PARTS.items()}
+            if data.get("loss_scale") is not None:
+                parts["loss_scale"] = LossScale(**data["loss_scale"])
         except TypeError as error:
             raise RecipeError(f"the strategy's {', '.join(_PARTS)} have an unknown key: {error}") from None
         return cls(**{**data, "tiers": tuple(data.get("tiers", ())), **parts})
@@ -102,6 +127,89 @@ class Strategy:
     def hash(self) -> str:
         """Twelve hex digits that every run and report cites."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _check_optimizer(variant: OptimizerVariant, precision: Precision, accumulation_steps: int) -> None:
+    for name, known in (
+        ("kind", OPTIMIZER_KINDS),
+        ("weights", WEIGHT_STORAGES),
+        ("gradients", ("fp32", "half")),
+        ("states", STATE_STORAGES),
+        ("place", ("device", "host")),
+        ("update", ("step", "backward")),
+        ("kernel", ("fused", "foreach")),
+    ):
+        if (value := getattr(variant, name)) not in known:
+            raise RecipeError(f"unknown optimizer.{name} {value!r}; one of {', '.join(known)}")
+    half = None if variant.weights == "fp32" else variant.weights.partition("_")[0]
+    if half is not None and precision != half:
+        raise RecipeError(
+            f"optimizer.weights {variant.weights} computes in {half}, precision is {precision}; set precision: {half}, "
+            "or optimizer.weights: fp32"
+        )
+    if variant.gradients == "half" and half is None:
+        raise RecipeError(
+            "optimizer.gradients half is the dtype of half weights, optimizer.weights is fp32; set optimizer.weights: "
+            "bf16_residual or another half one, or optimizer.gradients: fp32"
+        )
+    if variant.gradients == "half" and half == "fp16":
+        raise RecipeError(
+            "optimizer.gradients half would keep fp16 gradients, which loss scaling cannot unscale without losing what "
+            "it saved; set optimizer.gradients: fp32"
+        )
+    if variant.kind == "adafactor" and variant != OptimizerVariant("adafactor", kernel=variant.kernel):
+        raise RecipeError(
+            "optimizer.kind adafactor keeps fp32 weights and factored states on the device and updates after backward; "
+            "leave optimizer.weights, gradients, states, place and update out, or set optimizer.kind: adamw"
+        )
+    if variant.update == "backward" and accumulation_steps > 1:
+        raise RecipeError(
+            f"optimizer.update backward takes a step in every backward, accumulation_steps is {accumulation_steps}; "
+            "set accumulation_steps to 1 with a larger micro batch, or optimizer.update: step"
+        )
+    if variant.update == "backward" and precision == "fp16":
+        raise RecipeError(
+            "optimizer.update backward has updated before an overflow elsewhere shows, and fp16 must skip such a step; "
+            "set precision: bf16, or optimizer.update: step"
+        )
+    if variant.update == "backward" and variant.place == "host":
+        raise RecipeError(
+            "optimizer.update backward would make backward wait for copies to the host; set optimizer.place: device, "
+            "or optimizer.update: step"
+        )
+
+
+def _check_casts(strategy: Strategy) -> None:
+    if strategy.cast not in ("operator", "block"):
+        raise RecipeError(f"unknown cast {strategy.cast!r}; it is operator or block")
+    if strategy.frozen_weights not in FROZEN_STORAGES:
+        raise RecipeError(f"unknown frozen_weights {strategy.frozen_weights!r}; one of {', '.join(FROZEN_STORAGES)}")
+    if strategy.cast == "block" and (strategy.precision == "fp32" or strategy.optimizer.weights != "fp32"):
+        raise RecipeError(
+            f"cast block casts fp32 weights to a lower precision; here weights are {strategy.optimizer.weights} and "
+            f"precision is {strategy.precision}: leave it out"
+        )
+    if strategy.frozen_weights == "half" and strategy.precision == "fp32":
+        raise RecipeError(
+            "frozen_weights half is the compute dtype, which is fp32; set precision: bf16, or leave it out"
+        )
+    scale = strategy.loss_scale
+    if scale is None:
+        return
+    if strategy.precision != "fp16":
+        raise RecipeError(f"loss_scale is for fp16, precision is {strategy.precision}, which needs none; leave it out")
+    ranges = {
+        "init_scale": 0.0 < scale.init_scale < 2.0**64,
+        "growth_factor": 1.0 < scale.growth_factor <= 2.0**16,
+        "backoff_factor": 0.0 < scale.backoff_factor < 1.0,
+        "growth_interval": type(scale.growth_interval) is int and scale.growth_interval >= 1,
+        "max_skips": type(scale.max_skips) is int and scale.max_skips >= 1,
+    }
+    if bad := [name for name, good in ranges.items() if not good]:
+        raise RecipeError(
+            f"loss_scale.{bad[0]} is {getattr(scale, bad[0])!r}; usual are init_scale 65536, growth_factor 2, "
+            "backoff_factor 0.5, growth_interval 2000 and max_skips 25"
+        )
 
 
 def _check_zero(zero: Zero, mesh: Mesh, accumulation_steps: int) -> None:
@@ -158,7 +266,20 @@ def describe_strategy(strategy: Strategy) -> str:
     chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
     tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
     size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
-    return ", ".join([size, tiers, chunks, strategy.precision, *_describe_mesh(strategy)])
+    return ", ".join(
+        [size, tiers, chunks, strategy.precision, *describe_variant(strategy.optimizer), *_describe_mesh(strategy)]
+    )
+
+
+def describe_variant(variant: OptimizerVariant) -> list[str]:
+    """What differs from fused AdamW on fp32 weights, in words; nothing where nothing does."""
+    words: list[str] = [] if variant.kind == "adamw" else [variant.kind]
+    words += [] if variant.weights == "fp32" else [f"{variant.weights.replace('_', ' + ')} weights"]
+    words += [] if variant.gradients == "fp32" else ["half gradients"]
+    words += [] if variant.states == "fp32" else [f"{variant.states} states"]
+    words += [] if variant.place == "device" else ["states on the host"]
+    words += [] if variant.update == "step" else ["update in backward"]
+    return words + ([] if variant.kernel == "fused" else ["foreach"])
 
 
 def _describe_mesh(strategy: Strategy) -> list[str]:

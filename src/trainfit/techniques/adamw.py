@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from trainfit.profile import OptimizerVariant
 from trainfit.techniques.base import Build, Stage
 from trainfit.workload import AdamWSettings
 
@@ -20,7 +21,7 @@ class AdamWOptimizer:
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     setting: ClassVar[str] = "optimizer"
 
-    def apply(self, build: Build, setting: str) -> None:
+    def apply(self, build: Build, setting: OptimizerVariant) -> None:
         build.optimizer = make_adamw(build.model.named_parameters(), build.workload.optimizer)
 
 

@@ -27,7 +27,7 @@ def recipe_workload(recipe: Recipe) -> Workload:
         workload = resolve_workload(recipe.model if builtin else _located(recipe, recipe.model), recipe.seq_len)
     else:
         workload = _of_config(recipe.model, recipe)
-    return workload.copy(optimizer=AdamWSettings(**recipe.optimizer.model_dump()))
+    return workload.copy(optimizer=AdamWSettings(**recipe.optimizer.constants()))
 
 
 def _of_config(config: dict[str, Any], recipe: Recipe) -> Workload:

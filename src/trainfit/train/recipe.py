@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,13 +13,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from trainfit.errors import RecipeError
 from trainfit.profile import (
+    Cast,
+    FrozenStorage,
+    GradientStorage,
     GradientSyncTime,
     Layout,
+    LossScale,
     Mesh,
+    OptimizerKind,
+    OptimizerVariant,
     Pipeline,
     PipelineSchedule,
     Precision,
+    StateStorage,
     TensorParallel,
+    WeightStorage,
     Zero,
 )
 from trainfit.units import parse_bytes, parse_count
@@ -77,13 +86,47 @@ class DataSettings(_Section):
         return (value,) if isinstance(value, str) else value
 
 
+_VARIANT = {each.name for each in fields(OptimizerVariant)}
+
+
 class OptimizerSettings(_Section):
-    """AdamW. learning_rate is the peak of the schedule."""
+    """The optimizer's constants, and how it keeps what it needs; see OptimizerVariant.
+
+    learning_rate is the peak of the schedule.
+    """
 
     learning_rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 3e-4
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.1
+    kind: OptimizerKind = "adamw"
+    weights: WeightStorage = "fp32"
+    gradients: GradientStorage = "fp32"
+    states: StateStorage = "fp32"
+    place: Literal["device", "host"] = "device"
+    update: Literal["step", "backward"] = "step"
+    kernel: Literal["fused", "foreach"] = "fused"
+
+    def variant(self) -> OptimizerVariant:
+        return OptimizerVariant(**self.model_dump(include=_VARIANT))
+
+    def constants(self) -> dict[str, Any]:
+        """learning_rate, betas, eps and weight_decay."""
+        return self.model_dump(exclude=_VARIANT)
+
+
+class LossScaleSettings(_Section):
+    """Dynamic loss scaling of fp16; see LossScale."""
+
+    init_scale: Annotated[float, Field(gt=0, lt=2.0**64, allow_inf_nan=False)] = 2.0**16
+    growth_factor: Annotated[float, Field(gt=1, le=2.0**16, allow_inf_nan=False)] = 2.0
+    backoff_factor: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.5
+    growth_interval: PositiveInt = 2000
+    max_skips: PositiveInt = 25
+    per_block: bool = False
+
+    def loss_scale(self) -> LossScale:
+        return LossScale(**self.model_dump())
 
 
 class ScheduleSettings(_Section):
@@ -156,7 +199,10 @@ class Recipe(_Section):
     steps: PositiveInt | None = None
     epochs: PositiveInt | None = None
     precision: Precision = "fp32"
-    may_change: tuple[Literal["precision"], ...] = ()
+    cast: Cast = "operator"
+    loss_scale: LossScaleSettings | None = None
+    frozen_weights: FrozenStorage = "fp32"
+    may_change: tuple[Literal["precision", "optimizer"], ...] = ()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
