@@ -14,7 +14,7 @@ from trainfit.hardware import accelerator
 from trainfit.profile import Mesh, Pipeline, Precision, Zero
 from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
 from trainfit.step.train_step import StepResult
-from trainfit.techniques.adamw import make_adamw
+from trainfit.techniques.optimizer import make_optimizer
 from trainfit.workload import (
     IGNORED_LABEL,
     AdamWSettings,
@@ -149,7 +149,7 @@ def train_plainly(case: Case) -> Trained:
     """One process, one big batch, nothing of ours but the optimizer's groups."""
     workload = make_workload(case.family)
     model, found = make(workload, case.frozen), Trained()
-    optimizer = make_adamw(model.named_parameters(), workload.optimizer)
+    optimizer = make_optimizer(model.named_parameters(), workload.optimizer)
     for step in range(case.steps):
         with CPU.autocast(case.precision):
             loss, _ = _plain_loss(model, *batch_of(step), reduction="mean")

@@ -17,7 +17,7 @@ from trainfit.hardware.ranks import fake_process_group, ranks_of
 from trainfit.profile import Mesh, TensorParallel, Zero
 from trainfit.rehearsal.rehearse import fake_tensors, full_micro_batch
 from trainfit.step import Strategy, TrainStep, build_step
-from trainfit.techniques.adamw import make_adamw
+from trainfit.techniques.optimizer import make_optimizer
 from trainfit.workload import IGNORED_LABEL, MicroBatch, Workload, workload_from_module
 
 NUM_STEPS = 20
@@ -174,7 +174,7 @@ def train_plainly(case: Case) -> Training:
     workload = workload_of(case.model)
     model = make_model(workload).train()
     freeze(case, model)
-    optimizer = make_adamw(model.named_parameters(), workload.optimizer)
+    optimizer = make_optimizer(model.named_parameters(), workload.optimizer)
     losses, norms = [], []
     for tokens, labels in windows():
         output = model(tokens)

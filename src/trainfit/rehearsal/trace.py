@@ -17,8 +17,8 @@ from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker,
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques.activation import recompute_block
-from trainfit.techniques.adamw import make_adamw
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
+from trainfit.techniques.optimizer import make_optimizer
 from trainfit.workload import MicroBatch, Workload, run_model
 
 
@@ -94,7 +94,7 @@ class Tracer:
 
     def _facts(self) -> ModelFacts:
         build = self._build
-        optimizer = make_adamw(build.model.named_parameters(), self.workload.optimizer)
+        optimizer = make_optimizer(build.model.named_parameters(), self.workload.optimizer)
         states = [value for state in optimizer.state.values() for value in state.values()]
         gradients = storage_bytes(p for p in build.model.parameters() if p.requires_grad)
         blocks = [storage_bytes(block.parameters()) for block in build.blocks]

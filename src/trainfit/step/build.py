@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Ranks, ranks_of
 from trainfit.step.strategy import Strategy
 from trainfit.step.train_step import TrainStep
@@ -37,6 +38,7 @@ def build_step(
     strategy's mesh; by default those of the process group that is up. All of them call this, with the same weights: a
     model that is made here is the same where torch.manual_seed was.
     """
+    _check_clipping(strategy, max_grad_norm)
     on_host = model is None and strategy.mesh.size > 1 and not accelerator.shares_host_memory
     build = prepare(workload, accelerator, model, on_host=on_host)
     build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
@@ -47,6 +49,14 @@ def build_step(
         if stage is Stage.SHARD and on_host:
             build.model.to(accelerator.device)
     return TrainStep(build, strategy, max_grad_norm=max_grad_norm)
+
+
+def _check_clipping(strategy: Strategy, max_grad_norm: float | None) -> None:
+    if strategy.optimizer.update == "backward" and max_grad_norm is not None:
+        raise RecipeError(
+            f"optimizer.update backward has updated the last blocks before the norm of all gradients is known, which "
+            f"max_grad_norm {max_grad_norm:g} clips by; set max_grad_norm: null, or optimizer.update: step"
+        )
 
 
 def prepare(

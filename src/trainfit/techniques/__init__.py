@@ -1,9 +1,9 @@
 """One file for each way to save memory; TECHNIQUES is their order."""
 
 from trainfit.techniques.activation import ActivationTiers
-from trainfit.techniques.adamw import AdamWOptimizer
 from trainfit.techniques.base import Build, Observer, Stage, Technique
 from trainfit.techniques.chunked_loss import ChunkedLoss
+from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.techniques.pipeline import PipelineStages
 from trainfit.techniques.precision import MixedPrecision
 from trainfit.techniques.tensor_parallel import TensorSplit
@@ -14,7 +14,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     TensorSplit(),
     ActivationTiers(),
     ZeroStages(),
-    AdamWOptimizer(),
+    OptimizerStates(),
     ChunkedLoss(),
     MixedPrecision(),
 )

@@ -70,6 +70,7 @@ class Build:
     evaluate: (micro batch) -> its summed loss, where that takes more than a forward of root.
     counted_elsewhere: parameters that another pipeline stage has too, and counts in the gradient norm.
     sync: what is done about other ranks' gradients.
+    updates_in_backward: parameters are updated one by one, and hold no gradients after backward.
     autocast: entered around forward and loss of every micro batch.
     notes: sentences for the user about what was chosen instead of what was asked.
     """
@@ -90,6 +91,7 @@ class Build:
     sync: GradientSync = field(default_factory=NoSync)
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     optimizer: Optimizer | None = None
+    updates_in_backward: bool = False
     notes: list[str] = field(default_factory=list)
 
     def forward(self, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:

@@ -1,0 +1,211 @@
+"""The optimizer, in the variant that a strategy names, with its states built up front.
+
+The first step then needs no more memory than the second.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, AdamW, Optimizer
+
+from trainfit.errors import RecipeError
+from trainfit.hardware.ranks import local_part
+from trainfit.profile import Accuracy, OptimizerVariant, Precision
+from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.stored_adamw import StoredAdamW, first_step
+from trainfit.techniques.stored_weights import WEIGHTS, Weights
+from trainfit.workload import AdamWSettings
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+class OptimizerStates:
+    """Weights in the form in which they are kept, and the optimizer that updates them."""
+
+    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    setting: ClassVar[str] = "optimizer"
+
+    def apply(self, build: Build, setting: OptimizerVariant) -> None:
+        mesh = build.ranks.mesh
+        if setting.update == "backward" and mesh.replicate > 1:
+            raise RecipeError(
+                f"optimizer.update backward updates before the {mesh.replicate} copies of mesh.replicate have summed "
+                "their gradients; use mesh.shard with zero.stage 2 or 3, or optimizer.update: step"
+            )
+        if setting.kind == "adafactor" and max(mesh.shard, mesh.tensor) > 1:
+            raise RecipeError(
+                f"optimizer.kind adafactor needs whole matrices, this mesh splits them (shard {mesh.shard} x tensor "
+                f"{mesh.tensor}); use optimizer.kind: adamw with states: int8"
+            )
+        beside = store_weights(build.root or build.model, build.model, setting)
+        build.optimizer = make_optimizer(
+            build.model.named_parameters(), build.workload.optimizer, setting, beside=beside
+        )
+        if setting.update == "backward":
+            build.updates_in_backward = True
+            update_in_backward(build.optimizer)
+
+
+def make_optimizer(
+    named_parameters: NamedParameters,
+    settings: AdamWSettings,
+    variant: OptimizerVariant | None = None,
+    *,
+    beside: dict[nn.Parameter, dict[str, Tensor]] | None = None,
+) -> Optimizer:
+    """The optimizer over the parameters that train, which are in their stored form already.
+
+    Matrices decay, vectors (norms, biases) do not. beside: what store_weights() returned.
+    """
+    variant = variant or OptimizerVariant()
+    groups = decay_groups(named_parameters, settings.weight_decay)
+    if variant.kind == "adafactor":
+        return _adafactor(groups, settings, variant)
+    constants: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    if not is_stored(variant):
+        fused = variant.kernel == "fused"
+        optimizer = AdamW(groups, fused=fused, foreach=not fused, **constants)
+        for parameter in (p for group in groups for p in group["params"]):
+            optimizer.state[parameter] = _adamw_state(parameter, fused=fused)
+        return optimizer
+    stored = StoredAdamW(groups, variant, **constants)
+    stored.begin(beside or {})
+    return stored
+
+
+def is_stored(variant: OptimizerVariant) -> bool:
+    """Whether it takes StoredAdamW; torch's own AdamW is one kernel for all parameters."""
+    plain = OptimizerVariant(kernel=variant.kernel)
+    return variant.kind == "adamw" and variant != plain
+
+
+def decay_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: those that decay, and tensors of one mesh, or plain ones, as one fused update takes them."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for _, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        decays = parameter.dim() >= 2
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        group = groups.setdefault((not decays, mesh), {"params": [], "weight_decay": weight_decay if decays else 0.0})
+        group["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+
+
+def _adamw_state(parameter: nn.Parameter, *, fused: bool) -> dict[str, Any]:
+    """What AdamW itself would set up in its first step."""
+    return {
+        # Without fused, steps are counted on the host.
+        "step": first_step(parameter.device if fused else torch.device("cpu")),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }
+
+
+def _adafactor(groups: list[dict[str, Any]], settings: AdamWSettings, variant: OptimizerVariant) -> Adafactor:
+    optimizer = Adafactor(groups, lr=settings.learning_rate, foreach=variant.kernel == "foreach")
+    for parameter in (p for group in groups for p in group["params"]):
+        state: dict[str, Any] = {"step": first_step()}
+        if parameter.dim() > 1:
+            state["row_var"] = parameter.new_zeros((*parameter.shape[:-1], 1))
+            state["col_var"] = parameter.new_zeros((*parameter.shape[:-2], 1, parameter.shape[-1]))
+        else:
+            state["variance"] = torch.zeros_like(parameter)
+        optimizer.state[parameter] = state
+    return optimizer
+
+
+@torch.no_grad()
+def store_weights(
+    root: nn.Module, model: nn.Module, variant: OptimizerVariant
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Turns the parameters that train into their stored form, in place. Returns what lies beside each.
+
+    root: what is sharded as one, or the model.
+    """
+    weights = WEIGHTS[variant.weights]
+    if weights.half is None:
+        return {}
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parts: dict[int, dict[str, Tensor]] = {}
+
+    def halved(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+            return tensor
+        half, parts[id(tensor)] = _split(tensor, weights)
+        return half
+
+    before = {name: id(model.get_parameter(name)) for name in names}
+    root._apply(halved)
+    beside = {model.get_parameter(name): parts[before[name]] for name in names}
+    for parameter in beside:
+        if variant.gradients == "fp32":
+            parameter.grad_dtype = torch.float32
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and variant.gradients == "fp32":
+            _reduce_into_fp32(module)
+    return beside
+
+
+def _split(parameter: nn.Parameter, weights: Weights) -> tuple[Tensor, dict[str, Tensor]]:
+    half, beside = weights.split(local_part(parameter.detach()))
+    if isinstance(parameter, DTensor):
+        whole = DTensor.from_local(
+            half,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return whole, beside
+    return half, beside
+
+
+def _reduce_into_fp32(module: FSDPModule) -> None:
+    """FSDP turns reduced gradients into the dtype of the parameter, and would add up micro batches in it."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        original = group._init_mp_dtypes
+
+        def init(group: Any = group, original: Any = original) -> None:
+            original()
+            group._orig_dtype = torch.float32
+
+        group._init_mp_dtypes = init  # type: ignore[method-assign]
+
+
+def update_in_backward(optimizer: Optimizer) -> None:
+    """Each parameter is updated as soon as its gradient is whole, which then goes."""
+    assert isinstance(optimizer, StoredAdamW)
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(partial(_update, weakref.ref(optimizer), index))
+
+
+def _update(optimizer: weakref.ref[StoredAdamW], index: int, parameter: Any) -> None:
+    """Holds no optimizer: the collector does not see hooks, so parameters that lead to themselves would stay."""
+    alive = optimizer()
+    if alive is not None and parameter.grad is not None:
+        alive.update(parameter, alive.param_groups[index])
+        parameter.grad = None
+
+
+def accuracy_of(variant: OptimizerVariant, precision: Precision) -> Accuracy:
+    """What a variant does to what is learnt.
+
+    "exact": fp32 AdamW on fp32 weights, wherever and whenever it runs. "rounding": some results are rounded to 16 bits,
+    once or without bias, and the method is the same. "lossy": moments in less than fp32, or another method.
+    """
+    if variant.kind != "adamw" or variant.states != "fp32":
+        return "lossy"
+    if precision != "fp32" or variant.gradients == "half":
+        return "rounding"
+    return "exact"

@@ -1,0 +1,347 @@
+"""Optimizer variants against hand-written loops with torch's own AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plain import build, random_batch, small_workload
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from trainfit.errors import RecipeError
+from trainfit.profile import OptimizerVariant
+from trainfit.techniques.optimizer import make_optimizer, store_weights
+from trainfit.techniques.stored_adamw import StoredAdamW
+from trainfit.techniques.stored_moments import BLOCK, BlockMoment, dynamic_map
+from trainfit.techniques.stored_weights import by_chance_bf16, join_bits, nearest_bf16, split_bits
+from trainfit.workload import AdamWSettings
+
+SETTINGS = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
+
+
+def finite_floats() -> st.SearchStrategy[float]:
+    return st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**127, min_value=-(2.0**127))
+
+
+@given(st.lists(finite_floats(), min_size=1, max_size=50))
+def test_bf16_and_residual_are_the_fp32_number_to_the_bit(numbers: list[float]):
+    values = torch.tensor(numbers)
+    weight, residual = split_bits(values)
+    assert weight.dtype == torch.bfloat16
+    assert residual.dtype == torch.int16
+    assert torch.equal(join_bits(weight, residual).view(torch.int32), values.view(torch.int32))
+
+
+def test_every_lower_half_comes_back():
+    """All 2^16 neighbours of some numbers, ties among them."""
+    low = torch.arange(2**16, dtype=torch.int32)
+    for upper in (0, 0x3F80, 0x3F81, 0x0001, 0x7F7E, -0x4080, -0x8000):
+        values = (low + (upper << 16)).view(torch.float32)
+        assert torch.equal(join_bits(*split_bits(values)).view(torch.int32), values.view(torch.int32))
+
+
+@given(st.lists(finite_floats(), min_size=1, max_size=50))
+def test_nearest_bf16_is_torchs_but_for_ties(numbers: list[float]):
+    values = torch.tensor(numbers)
+    differs = nearest_bf16(values) != values.to(torch.bfloat16)
+    assert torch.all((values[differs].view(torch.int32) & 0xFFFF) == 0x8000)
+
+
+def test_rounding_by_chance_gives_one_of_two_neighbours_and_the_right_mean():
+    value = torch.full((200_000,), 1.0 + 0.3 * 2**-7)
+    rounded = by_chance_bf16(value, torch.Generator().manual_seed(0)).float()
+    assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    share = (rounded > 1.0).float().mean().item()
+    # Four standard deviations of a share of 0.3 among 200,000.
+    assert share == pytest.approx(0.3, abs=4 * math.sqrt(0.3 * 0.7 / 200_000))
+
+
+def test_what_is_bf16_already_is_never_rounded():
+    value = torch.randn(10_000).bfloat16()
+    assert torch.equal(by_chance_bf16(value.float(), torch.Generator().manual_seed(0)), value)
+
+
+def test_the_dynamic_map_has_256_values_up_to_one():
+    for signed in (True, False):
+        values = dynamic_map(signed=signed)
+        assert len(set(values)) == 256
+        assert values[-1] == 1.0
+        assert 0.0 in values
+    assert min(dynamic_map(signed=True)) == pytest.approx(-0.99297, abs=1e-5)  # -1 is not among them
+    assert min(value for value in dynamic_map(signed=False) if value) == pytest.approx(3.25e-7)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("columns", [8, BLOCK, BLOCK + 5, 3 * BLOCK + 1])
+def test_a_moment_of_eight_bits_is_near_what_was_written(fp8: bool, columns: int):
+    generator = torch.Generator().manual_seed(0)
+    for keeps_root in (False, True):
+        moment = BlockMoment("moment", fp8=fp8, keeps_root=keeps_root)
+        value = torch.randn(3, columns, generator=generator) * torch.tensor([[1e-6], [1.0], [1e4]])
+        value = value.square() if keeps_root else value
+        states = moment.first(value)
+        assert torch.equal(moment.read(states), torch.zeros_like(value))
+        moment.write(value.clone(), states)
+        block_top = torch.stack([part.abs().amax(-1) for part in value.split(BLOCK, dim=-1)], -1)
+        top = block_top.repeat_interleave(BLOCK, dim=-1)[:, :columns]
+        error = (moment.read(states) - value).abs()
+        # Half a step of the coarsest part, from 0.1 to 1: int8 has 64 there. e4m3 has 8 in each octave. A root's error
+        # counts twice; one in a hundred is for fp32.
+        step = value.abs() / 16 if fp8 else top * 0.9 / 64 / 2
+        smallest = top * 2.0**-18  # where e4m3 has no more steps
+        assert torch.all(error <= 1.01 * torch.maximum(step, smallest) * (2.1 if keeps_root else 1.0))
+
+
+def test_no_second_moment_is_rounded_to_zero():
+    for fp8 in (False, True):
+        moment = BlockMoment("moment", fp8=fp8, keeps_root=True)
+        value = torch.tensor([[1.0, 1e-30, 0.0]])
+        states = moment.first(value)
+        moment.write(value.clone(), states)
+        read = moment.read(states)
+        assert read[0, 1] > 0
+        assert read[0, 2] == 0
+
+
+def reference_loop(
+    steps: int, gradient_of: Callable[[dict[str, Tensor]], dict[str, Tensor]], weights: dict[str, Tensor], cast: Any
+) -> dict[str, Tensor]:
+    """fp32 masters by hand: torch's AdamW on them, and their half copies for the gradients."""
+    masters = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
+    optimizer = make_optimizer(masters.items(), SETTINGS)
+    for _ in range(steps):
+        found = gradient_of({name: cast(master.detach()) for name, master in masters.items()})
+        for name, master in masters.items():
+            master.grad = found[name].float()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: master.detach() for name, master in masters.items()}
+
+
+class TwoMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(64, 128, bias=False)
+        self.two = nn.Linear(128, 32, bias=False)
+
+
+def gradients_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a small regression, in bf16."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(16, 64, generator=generator).bfloat16()
+    target = torch.randn(16, 32, generator=generator)
+    leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    hidden = torch.tanh(inputs @ leaves["one.weight"].t())
+    loss = ((hidden @ leaves["two.weight"].t()).float() - target).square().mean()
+    loss.backward()
+    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def stored(variant: OptimizerVariant) -> tuple[nn.Module, StoredAdamW]:
+    model = TwoMatrices()
+    beside = store_weights(model, model, variant)
+    optimizer = make_optimizer(model.named_parameters(), SETTINGS, variant, beside=beside)
+    assert isinstance(optimizer, StoredAdamW)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: StoredAdamW, steps: int) -> None:
+    for _ in range(steps):
+        for name, gradient in gradients_of(dict(model.named_parameters())).items():
+            model.get_parameter(name).grad = gradient.float()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("weights", ["bf16_residual", "bf16_master"])
+def test_100_steps_are_those_of_fp32_masters_to_the_bit(weights: Any):
+    model, optimizer = stored(OptimizerVariant(weights=weights))
+    whole = {name: value.detach() for name, value in TwoMatrices().named_parameters()}
+    expected = reference_loop(100, gradients_of, whole, nearest_bf16)
+    train(model, optimizer, 100)
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        assert parameter.dtype == torch.bfloat16
+        master = state["master"] if "master" in state else join_bits(parameter.detach(), state["residual"])
+        assert torch.equal(master.view(torch.int32), expected[name].view(torch.int32))
+        assert torch.equal(parameter.detach(), nearest_bf16(expected[name]))
+
+
+def test_kahan_is_as_near_to_fp32_masters_as_two_bf16_can_be():
+    """On gradients that do not depend on the weights: AdamW makes whole steps of the least difference in sign."""
+    torch.manual_seed(0)
+    gradients = torch.randn(100, 64, 64)
+    masters, halves = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    halves.load_state_dict(masters.state_dict())
+    plain = make_optimizer(masters.named_parameters(), SETTINGS)
+    variant = OptimizerVariant(weights="bf16_kahan")
+    beside = store_weights(halves, halves, variant)
+    kahan = make_optimizer(halves.named_parameters(), SETTINGS, variant, beside=beside)
+    for gradient in gradients:
+        masters.weight.grad, halves.weight.grad = gradient.clone(), gradient.clone()
+        plain.step()
+        kahan.step()
+    value = halves.weight.detach().float() + kahan.state[halves.weight]["compensation"].float()
+    largest = masters.weight.detach().abs().max().item()
+    # bf16 has 8 bits, two of them 16 and a sign: each step is rounded at 2^-18 of the weight at most.
+    assert_close(value, masters.weight.detach(), rtol=0, atol=100 * 2**-18 * largest)
+    assert (halves.weight.float() - masters.weight).abs().max().item() < 2**-8 * largest
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [("bf16_stochastic", 0.9), ("bf16_kahan", 0.9), ("bf16_residual", 0.9), ("bf16_master", 0.9)],
+)
+def test_mp_08_a_hundred_small_updates_are_not_lost(weights: Any, expected: float):
+    """Report MP-08: bf16 weights whose updates are below rounding stay where they are; fp32 ends at 0.9."""
+    model = nn.Linear(100, 100, bias=False)
+    nn.init.ones_(model.weight)
+    variant = OptimizerVariant(weights=weights)
+    settings = AdamWSettings(learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-12)
+    beside = store_weights(model, model, variant)
+    optimizer = make_optimizer(model.named_parameters(), settings, variant, beside=beside)
+    naive = torch.ones(100, 100).bfloat16()
+    for _ in range(100):
+        model.weight.grad = torch.ones_like(model.weight, dtype=torch.float32)
+        optimizer.step()
+        naive -= 1e-3
+    assert naive.float().mean().item() == 1.0  # what is lost without
+    assert model.weight.float().mean().item() == pytest.approx(expected, abs=0.01)
+
+
+def test_rounding_by_chance_is_the_same_for_copies_and_after_a_new_start():
+    def run(steps: int, optimizer: StoredAdamW, model: nn.Module) -> Tensor:
+        train(model, optimizer, steps)
+        return model.get_parameter("one.weight").detach().clone()
+
+    torch.manual_seed(7)
+    first = run(6, *reversed(stored(OptimizerVariant(weights="bf16_stochastic"))))
+    torch.manual_seed(7)
+    model, optimizer = stored(OptimizerVariant(weights="bf16_stochastic"))
+    run(3, optimizer, model)
+    # A new process: other generators have moved on, the count of steps is what it was.
+    torch.manual_seed(0)
+    again, fresh = stored(OptimizerVariant(weights="bf16_stochastic"))
+    for mine, theirs in zip(again.parameters(), model.parameters()):
+        mine.data.copy_(theirs.detach())
+        for name, value in optimizer.state[theirs].items():
+            fresh.state[mine][name].copy_(value)
+    torch.rand(5)
+    assert torch.equal(run(3, fresh, again), first)
+
+
+def test_states_fp32_updated_in_backward_are_plain_training_to_the_bit():
+    workload = small_workload("llama")
+    plain = build(workload, "keep")
+    backward = build(workload, "keep", optimizer=OptimizerVariant(update="backward"))
+    for seed in range(5):
+        batch = random_batch(workload, seed=seed)
+        assert torch.equal(plain([batch]).loss, backward([batch]).loss)
+    assert all(parameter.grad is None for parameter in backward.model.parameters())
+    for (name, one), (_, other) in zip(plain.model.named_parameters(), backward.model.named_parameters()):
+        assert torch.equal(one, other), name
+
+
+def test_gradients_go_while_backward_runs():
+    """No two blocks have gradients at once."""
+    workload = small_workload("llama", num_hidden_layers=3)
+    step = build(workload, "keep", optimizer=OptimizerVariant(update="backward"))
+    seen: list[set[int]] = []
+
+    def look(block: int) -> None:
+        blocks = [step.model.get_submodule(name) for name in step.anatomy.blocks]
+        seen.append({i for i, each in enumerate(blocks) if any(p.grad is not None for p in each.parameters())})
+
+    for name in step.anatomy.blocks:
+        step.model.get_submodule(name).register_full_backward_hook(lambda *_: look(0))
+    step([random_batch(workload)])
+    assert len(seen) == 3
+    assert all(len(blocks) <= 1 for blocks in seen)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_small_pieces_change_nothing(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    whole_model, whole = stored(OptimizerVariant(weights="bf16_residual", kernel=kernel))
+    monkeypatch.setattr("trainfit.techniques.stored_adamw.MIN_PIECE", 256)
+    model, optimizer = stored(OptimizerVariant(weights="bf16_residual", kernel=kernel))
+    train(whole_model, whole, 10)
+    train(model, optimizer, 10)
+    for one, other in zip(whole_model.parameters(), model.parameters()):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("states", ["int8", "fp8", "bf16"])
+def test_small_states_learn_like_fp32(states: Any):
+    losses = {}
+    for name in ("fp32", states):
+        step = build(small_workload("llama"), "keep", optimizer=OptimizerVariant(states=name), max_grad_norm=1.0)
+        batch = random_batch(small_workload("llama"), rows=4)
+        for group in step.optimizer.param_groups:
+            group["lr"] = 3e-3
+        losses[name] = [float(step([batch]).loss) for _ in range(40)]
+    assert losses["fp32"][-1] < 0.5 * losses["fp32"][0]
+    # The loss falls by more than half; the paths stay together within a twentieth of the way.
+    way = losses["fp32"][0] - losses["fp32"][-1]
+    assert losses[states][-1] == pytest.approx(losses["fp32"][-1], abs=0.05 * way)
+
+
+def test_adafactor_is_torchs_own():
+    workload = small_workload("llama")
+    step = build(workload, "keep", optimizer=OptimizerVariant("adafactor"))
+    batch = random_batch(workload)
+    before = float(step([batch]).loss)
+    for _ in range(10):
+        step([batch])
+    assert float(step([batch]).loss) < before
+    matrix = next(p for p in step.model.parameters() if p.dim() == 2)
+    state = step.optimizer.state[matrix]
+    assert state["row_var"].numel() + state["col_var"].numel() == sum(matrix.shape)
+
+
+def test_ga_10_half_weights_add_up_micro_batches_in_fp32():
+    """Report GA-10: 1.0 and 0.001 a thousand times is 256 in bf16, 1000 (1.0) in fp32."""
+    model = nn.Linear(1, 2, bias=False)
+    store_weights(model, model, OptimizerVariant(weights="bf16_residual"))
+    sizes = torch.tensor([[1.0], [0.001]])
+    for _ in range(1000):
+        (model.weight * sizes.bfloat16()).float().sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float32
+    assert_close(model.weight.grad, 1000 * sizes.bfloat16().float(), rtol=1e-6, atol=0)
+
+
+def test_gradients_of_half_are_what_was_asked_for():
+    workload = small_workload("llama")
+    variant = OptimizerVariant(weights="bf16_residual", gradients="half")
+    step = build(workload, "keep", optimizer=variant, precision="bf16")
+    step.accumulate([random_batch(workload)])
+    assert {p.grad.dtype for p in step.model.parameters() if p.grad is not None} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"optimizer": OptimizerVariant(weights="bf16_residual")}, "precision is fp32; set precision: bf16"),
+        ({"optimizer": OptimizerVariant(gradients="half")}, "optimizer.weights is fp32"),
+        (
+            {"optimizer": OptimizerVariant(weights="fp16_master", gradients="half"), "precision": "fp16"},
+            "loss scaling cannot unscale",
+        ),
+        ({"optimizer": OptimizerVariant("adafactor", states="int8")}, "factored states"),
+        ({"optimizer": OptimizerVariant(update="backward"), "accumulation_steps": 2}, "accumulation_steps is 2"),
+        ({"optimizer": OptimizerVariant(update="backward"), "precision": "fp16"}, "must skip such a step"),
+        ({"optimizer": OptimizerVariant(update="backward"), "max_grad_norm": 1.0}, "max_grad_norm: null"),
+        ({"cast": "block"}, "cast block casts fp32 weights"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_line(knobs: dict[str, Any], message: str):
+    with pytest.raises(RecipeError, match=message) as caught:
+        build(small_workload("llama"), "keep", **knobs)
+    assert "\n" not in str(caught.value)
