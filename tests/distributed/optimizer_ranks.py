@@ -39,7 +39,7 @@ class Case:
     def strategy(self, size: int) -> Strategy:
         data = size // self.tensor
         mesh = Mesh(1, data if not self.stage else 1, data if self.stage else 1, self.tensor)
-        # One process runs what the ranks have side by side as micro batches, one after the other, where it may have any.
+        # One process runs what the ranks have side by side as micro batches, one after the other, if it may have any.
         micro_batches = self.accumulation * 2 // data if self.variant.update == "step" else 1
         return Strategy(
             NUM_ROWS // data // micro_batches,

@@ -10,17 +10,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain import build, random_batch, small_workload
+from plain import CPU, build, random_batch, small_workload
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from trainfit.errors import RecipeError
 from trainfit.profile import OptimizerVariant
-from trainfit.techniques.optimizer import make_optimizer, store_weights
+from trainfit.rehearsal import measure
+from trainfit.step import Strategy, build_step
+from trainfit.techniques.optimizer import bytes_per_parameter, make_optimizer, store_weights
 from trainfit.techniques.stored_adamw import StoredAdamW
 from trainfit.techniques.stored_moments import BLOCK, BlockMoment, dynamic_map
 from trainfit.techniques.stored_weights import by_chance_bf16, join_bits, nearest_bf16, split_bits
-from trainfit.workload import AdamWSettings
+from trainfit.workload import AdamWSettings, Workload
 
 SETTINGS = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 
@@ -323,6 +325,44 @@ def test_gradients_of_half_are_what_was_asked_for():
     step = build(workload, "keep", optimizer=variant, precision="bf16")
     step.accumulate([random_batch(workload)])
     assert {p.grad.dtype for p in step.model.parameters() if p.grad is not None} == {torch.bfloat16}
+
+
+def wide() -> Workload:
+    """Rows of 1024 and more, as real models have, so that scales weigh what they do there."""
+    sizes = {"vocab_size": 64, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2}
+    return small_workload("llama", seq_len=8, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        (OptimizerVariant(), 16.0),
+        (OptimizerVariant(states="int8"), 10.0),
+        (OptimizerVariant(weights="bf16_master"), 18.0),
+        (OptimizerVariant(weights="bf16_residual", gradients="half"), 14.0),
+        (OptimizerVariant(weights="bf16_kahan", gradients="half"), 14.0),
+        (OptimizerVariant(weights="bf16_stochastic", gradients="half"), 12.0),
+        (OptimizerVariant(weights="bf16_residual", states="int8", gradients="half"), 8.0),
+        (OptimizerVariant(weights="bf16_residual", states="fp8", gradients="half", update="backward"), 6.0),
+        (OptimizerVariant(weights="bf16_residual", states="int8", gradients="half", update="backward"), 6.0),
+        (OptimizerVariant(weights="bf16_stochastic", states="int8", update="backward"), 4.0),
+        (OptimizerVariant("adafactor"), 8.0),
+    ],
+    ids=lambda value: str(value) if isinstance(value, float) else f"{value.kind}-{value.weights}-{value.states}",
+)
+def test_bytes_per_parameter_are_those_of_the_table(variant: OptimizerVariant, expected: float):
+    """Measured: what the allocator holds between steps, and the gradients of a window."""
+    workload = wide()
+    precision = "fp32" if variant.weights == "fp32" else "bf16"
+    strategy = Strategy(1, precision=precision, tiers=("full",) * 2, optimizer=variant)
+    norm = None if variant.update == "backward" else 1.0
+    resident = measure(workload, strategy, CPU, steps=0, max_grad_norm=norm).resident_bytes
+    step = build_step(workload, strategy, CPU, max_grad_norm=norm)
+    step.accumulate([random_batch(workload, rows=1)])
+    gradients = sum(parameter.grad.nbytes for parameter in step.model.parameters() if parameter.grad is not None)
+    found = (resident + gradients) / workload.anatomy().num_parameters
+    assert bytes_per_parameter(variant).total == pytest.approx(expected, rel=0.01)
+    assert found == pytest.approx(bytes_per_parameter(variant).total, rel=0.01)
 
 
 @pytest.mark.parametrize(

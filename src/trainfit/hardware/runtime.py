@@ -7,7 +7,7 @@ trainfit asks an Accelerator and never a device type.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,10 +57,16 @@ _BACKENDS: dict[Kind, _Backend] = {
 class Accelerator:
     """One device at run time: its memory, random numbers, autocast, streams and process-group backend."""
 
-    def __init__(self, device: torch.device, kind: Kind, module: ModuleType | None) -> None:
-        """module is torch.cuda or torch.npu; None on the cpu. Use accelerator() to make one."""
+    def __init__(
+        self, device: torch.device, kind: Kind, module: ModuleType | None, *, rehearses: Kind | None = None
+    ) -> None:
+        """module is torch.cuda or torch.npu; None on the cpu. Use accelerator() to make one.
+
+        rehearses: the kind of device that the cpu stands for in a rehearsal.
+        """
         self.device = device
         self.kind = kind
+        self._rehearses = rehearses or kind
         self._module = module
         self._backend = _BACKENDS[kind]
         self.memory: MemoryMeter = HostMemory() if module is None else DeviceMemory(device, module)
@@ -79,7 +85,7 @@ class Accelerator:
     @property
     def shares_host_memory(self) -> bool:
         """Whether a copy to the host would lie in the very memory that the device computes in."""
-        return self._module is None
+        return self._rehearses == "cpu"
 
     @property
     def distributed_backend(self) -> str:
@@ -89,7 +95,7 @@ class Accelerator:
     @property
     def fused_adamw_ignores_grad_scaler(self) -> bool:
         """True where fused AdamW neither unscales nor skips under a GradScaler, so that pair must be refused."""
-        return self._backend.fused_adamw_ignores_grad_scaler
+        return _BACKENDS[self._rehearses].fused_adamw_ignores_grad_scaler
 
     @cached_property
     def precisions(self) -> tuple[Precision, ...]:
@@ -132,6 +138,40 @@ class Accelerator:
         """The stream on which work of this thread is put; None on the cpu."""
         return None if self._module is None else self._module.current_stream(self.device)
 
+    def stream_waits(self, stream: Any) -> None:
+        """A stream from new_stream() goes on when the current one has done what is put on it by now."""
+        if stream is not None:
+            stream.wait_stream(self.current_stream())
+
+    def wait_for(self, stream: Any) -> None:
+        """The current stream goes on when a stream from new_stream() has done what is put on it by now."""
+        if stream is not None:
+            self.current_stream().wait_stream(stream)
+
+    def mark(self, stream: Any) -> Callable[[], None]:
+        """A function that returns when a stream from new_stream() has done what is put on it by now."""
+        if stream is None:
+            return lambda: None
+        wait: Callable[[], None] = stream.record_event().synchronize
+        return wait
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor in host memory that the device copies to and from while the host goes on.
+
+        Not pinned, and so copied to and from in turn, where the backend cannot pin.
+        """
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=self.pins_memory)
+
+    @cached_property
+    def pins_memory(self) -> bool:
+        if self._module is None:
+            return False
+        try:
+            torch.empty(1, pin_memory=True)
+        except (RuntimeError, NotImplementedError):
+            return False
+        return True
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether error says that this device has no memory left for an allocation."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -164,6 +204,11 @@ def accelerator(device: str | torch.device, *, index: int | None = None) -> Acce
     if index is not None:
         module.set_device(number)
     return Accelerator(torch.device(kind, number), kind, module)
+
+
+def rehearsed(kind: Kind) -> Accelerator:
+    """The cpu in the place of a device of some kind, for fake tensors."""
+    return Accelerator(torch.device("cpu"), "cpu", None, rehearses=kind)
 
 
 def distributed_backend_of(kind: Kind) -> str:

@@ -16,12 +16,13 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
 from trainfit.hardware.ranks import fake_process_group
-from trainfit.hardware.runtime import distributed_backend_of
+from trainfit.hardware.runtime import distributed_backend_of, rehearsed
 from trainfit.profile import Mesh, Phase, Profile
 from trainfit.rehearsal.operators import FakeKernels, OperatorCost
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.tracker import StorageTracker
 from trainfit.step import Strategy, TrainStep, build_step
+from trainfit.techniques.host_adamw import HostAdamW
 from trainfit.workload import Workload
 from trainfit.workload.batch import MicroBatch
 
@@ -49,7 +50,8 @@ def rehearse(
             f"rank {rank} of {strategy.mesh.size} is not there; give one from 0 to {strategy.mesh.size - 1}"
         )
     with fake_ranks(strategy.mesh, rank, hardware) as ranks, fake_tensors():
-        step = build_step(workload, strategy, accelerator("cpu"), max_grad_norm=max_grad_norm, ranks=ranks)
+        device = rehearsed(hardware.spec.kind)
+        step = build_step(workload, strategy, device, max_grad_norm=max_grad_norm, ranks=ranks)
         if micro_batches is not None:
             return watch_step(step, micro_batches, hardware)
         return _watch_full_window(step, workload, hardware)
@@ -198,6 +200,9 @@ def resident_parameters(step: TrainStep) -> list[Tensor]:
 
 
 def optimizer_states(step: TrainStep) -> list[Tensor]:
+    """Those on the device."""
+    if isinstance(step.optimizer, HostAdamW):
+        return []
     states = (value for state in step.optimizer.state.values() for value in state.values())
     return [value for value in states if isinstance(value, Tensor)]
 

@@ -162,6 +162,11 @@ def _check_optimizer(variant: OptimizerVariant, precision: Precision, accumulati
             "optimizer.kind adafactor keeps fp32 weights and factored states on the device and updates after backward; "
             "leave optimizer.weights, gradients, states, place and update out, or set optimizer.kind: adamw"
         )
+    if variant.place == "host" and variant.weights in ("bf16_residual", "bf16_kahan", "bf16_stochastic"):
+        raise RecipeError(
+            f"optimizer.place host keeps fp32 masters there, optimizer.weights is {variant.weights}; set "
+            "optimizer.weights: bf16_master, which takes the device no more, or optimizer.place: device"
+        )
     if variant.update == "backward" and accumulation_steps > 1:
         raise RecipeError(
             f"optimizer.update backward takes a step in every backward, accumulation_steps is {accumulation_steps}; "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,10 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from trainfit.errors import RecipeError
+from trainfit.hardware import Accelerator
 from trainfit.hardware.ranks import local_part
 from trainfit.profile import Accuracy, OptimizerVariant, Precision
 from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.host_adamw import HostAdamW
 from trainfit.techniques.stored_adamw import StoredAdamW, first_step
+from trainfit.techniques.stored_moments import BLOCK, moments
 from trainfit.techniques.stored_weights import WEIGHTS, Weights
 from trainfit.workload import AdamWSettings
 
@@ -45,9 +49,12 @@ class OptimizerStates:
                 f"optimizer.kind adafactor needs whole matrices, this mesh splits them (shard {mesh.shard} x tensor "
                 f"{mesh.tensor}); use optimizer.kind: adamw with states: int8"
             )
+        if setting.place == "host" and build.accelerator.shares_host_memory:
+            build.notes.append("optimizer.place host has no effect: this device's memory is the host's")
+            setting = replace(setting, place="device")
         beside = store_weights(build.root or build.model, build.model, setting)
         build.optimizer = make_optimizer(
-            build.model.named_parameters(), build.workload.optimizer, setting, beside=beside
+            build.model.named_parameters(), build.workload.optimizer, setting, beside=beside, device=build.accelerator
         )
         if setting.update == "backward":
             build.updates_in_backward = True
@@ -60,10 +67,12 @@ def make_optimizer(
     variant: OptimizerVariant | None = None,
     *,
     beside: dict[nn.Parameter, dict[str, Tensor]] | None = None,
+    device: Accelerator | None = None,
 ) -> Optimizer:
     """The optimizer over the parameters that train, which are in their stored form already.
 
-    Matrices decay, vectors (norms, biases) do not. beside: what store_weights() returned.
+    Matrices decay, vectors (norms, biases) do not. beside: what store_weights() returned. device: where the parameters
+    are, for states on the host.
     """
     variant = variant or OptimizerVariant()
     groups = decay_groups(named_parameters, settings.weight_decay)
@@ -76,7 +85,11 @@ def make_optimizer(
         for parameter in (p for group in groups for p in group["params"]):
             optimizer.state[parameter] = _adamw_state(parameter, fused=fused)
         return optimizer
-    stored = StoredAdamW(groups, variant, **constants)
+    if variant.place == "host":
+        assert device is not None
+        stored: StoredAdamW = HostAdamW(groups, variant, device, **constants)
+    else:
+        stored = StoredAdamW(groups, variant, **constants)
     stored.begin(beside or {})
     return stored
 
@@ -209,3 +222,39 @@ def accuracy_of(variant: OptimizerVariant, precision: Precision) -> Accuracy:
     if precision != "fp32" or variant.gradients == "half":
         return "rounding"
     return "exact"
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """Of a weight matrix on the device, scales of wide rows included.
+
+    weights: in the model. beside: masters, residuals or compensations. moments: both. gradients: what the whole model's
+    take before the update; 0.0 where each goes at once.
+    """
+
+    weights: float
+    beside: float
+    moments: float
+    gradients: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.beside + self.moments + self.gradients
+
+
+def bytes_per_parameter(variant: OptimizerVariant) -> BytesPerParameter:
+    """The table from which plans are made: sizes of what one block of a matrix is stored as."""
+    value = torch.zeros(1, BLOCK)
+    weight, beside = WEIGHTS[variant.weights].split(value)
+    if variant.kind == "adafactor":
+        kept: list[Tensor] = []  # a row and a column, which are nothing beside a matrix
+    else:
+        kept = [part for moment in moments(variant.states) for part in moment.first(value).values()]
+    gradient = weight.element_size() if variant.gradients == "half" else 4
+    on_device = variant.place == "device"
+    return BytesPerParameter(
+        weights=weight.element_size(),
+        beside=sum(part.nbytes for part in beside.values()) / BLOCK * on_device,
+        moments=sum(part.nbytes for part in kept) / BLOCK * on_device,
+        gradients=0.0 if variant.update == "backward" else float(gradient),
+    )

@@ -56,7 +56,7 @@ class StoredAdamW(Optimizer):
             for moment in self._moments_of(parameter):
                 state |= moment.first(local)
             state |= beside.get(parameter, {})
-            self.state[parameter] = {name: _like_parameter(value, parameter) for name, value in state.items()}
+            self.state[parameter] = {name: like_parameter(value, parameter) for name, value in state.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -73,10 +73,10 @@ class StoredAdamW(Optimizer):
         assert parameter.grad is not None
         weight, gradient = local_part(parameter), local_part(parameter.grad)
         columns = weight.shape[-1] if weight.dim() > 1 else weight.numel()
-        flat = {name: _rows(local_part(value)) for name, value in state.items() if value.dim()}
+        flat = {name: rows_of(local_part(value)) for name, value in state.items() if value.dim()}
         for number, rows in enumerate(self._pieces(weight.numel(), columns)):
             states = {name: value[rows] for name, value in flat.items()}
-            self._update_piece(parameter, _rows(weight)[rows], _rows(gradient)[rows], states, step, group, number)
+            self._update_piece(parameter, rows_of(weight)[rows], rows_of(gradient)[rows], states, step, group, number)
         step += 1
 
     def _update_piece(
@@ -90,6 +90,19 @@ class StoredAdamW(Optimizer):
         number: int,
     ) -> None:
         value = self._weights.read(weight, states)
+        self._adamw(parameter, value, gradient, states, step, group)
+        self._weights.write(value, weight, states, lambda: self._chance(parameter, step, number))
+
+    def _adamw(
+        self,
+        parameter: nn.Parameter,
+        value: Tensor,
+        gradient: Tensor,
+        states: dict[str, Tensor],
+        step: Tensor,
+        group: dict[str, Any],
+    ) -> None:
+        """torch's AdamW on the fp32 value of a piece, in place."""
         first, second = self._moments_of(parameter)
         exp_avg, exp_avg_sq = first.read(states), second.read(states)
         beta1, beta2 = group["betas"]
@@ -113,7 +126,6 @@ class StoredAdamW(Optimizer):
         )
         first.write(exp_avg, states)
         second.write(exp_avg_sq, states)
-        self._weights.write(value, weight, states, lambda: self._chance(parameter, step, number))
 
     def _moments_of(self, parameter: nn.Parameter) -> tuple[Moment, Moment]:
         return self._moments if parameter.dim() > 1 else self._vector_moments
@@ -138,7 +150,7 @@ def first_step(device: torch.device | None = None) -> Tensor:
     return torch.tensor(0.0) if device is None or device.type == "cpu" else torch.zeros((), device=device)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
     """(rows, columns) of what has rows; a vector is one row."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(1, -1)
 
@@ -151,7 +163,7 @@ def _shard_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(place for place, how in zip(places, parameter.placements) if not how.is_replicate())
 
 
-def _like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
+def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     """A rank's part of a state as the tensor of all ranks, split as its parameter is.
 
     Sizes other than the parameter's are as many times larger as the parameter is.
