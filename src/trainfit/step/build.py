@@ -41,6 +41,7 @@ def build_step(
     _check_clipping(strategy, max_grad_norm)
     on_host = model is None and strategy.mesh.size > 1 and not accelerator.shares_host_memory
     build = prepare(workload, accelerator, model, on_host=on_host)
+    build.precision, build.cast = strategy.precision, strategy.cast
     build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
     for stage in Stage:
         for technique in TECHNIQUES:

@@ -2,6 +2,7 @@
 
 from trainfit.techniques.activation import ActivationTiers
 from trainfit.techniques.base import Build, Observer, Stage, Technique
+from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss
 from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.techniques.pipeline import PipelineStages
@@ -12,6 +13,7 @@ from trainfit.techniques.zero import ZeroStages
 TECHNIQUES: tuple[Technique, ...] = (
     PipelineStages(),
     TensorSplit(),
+    BlockCasts(),
     ActivationTiers(),
     ZeroStages(),
     OptimizerStates(),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainfit.hardware import Accelerator, Ranks
-from trainfit.profile import Phase
+from trainfit.profile import Cast, Phase, Precision
 from trainfit.workload import Anatomy, HeadSplit, Workload
 from trainfit.workload.batch import MicroBatch
 
@@ -62,6 +62,7 @@ class Build:
     split: how the model is cut before its head, or the reason why it cannot be.
     ranks: the processes that run this step together; one, unless the strategy has a mesh.
     whole: the whole model's anatomy, where model and anatomy are this rank's part of a pipeline.
+    precision, cast: the strategy's, for techniques that cast.
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
     run_stage: replaces compute_loss in a forward that may end before the loss, with hidden states for the next stage.
     root: the module whose call computes the same loss with what the model's ranks need around it; None where forward()
@@ -81,6 +82,8 @@ class Build:
     anatomy: Anatomy
     split: HeadSplit | str
     compute_loss: LossFunction
+    precision: Precision = "fp32"
+    cast: Cast = "operator"
     ranks: Ranks = field(default_factory=Ranks)
     whole: Anatomy | None = None
     run_stage: LossFunction | None = None

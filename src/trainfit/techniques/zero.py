@@ -68,10 +68,13 @@ class LossModule(nn.Module):
 
 def shard(root: nn.Module, build: Build, zero: Zero) -> None:
     """fully_shard each block, and the rest as one group, which stays whole from its first use to its last."""
+    gathered_as = DTYPES[build.precision] if build.cast == "block" else None  # see block_cast.py
     dims = ("replicate", "shard") if build.ranks.mesh.replicate > 1 else ("shard",)
     settings: dict[str, Any] = {
         "mesh": build.ranks.sub_mesh(*dims),
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=DTYPES[zero.reduce_dtype], cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=gathered_as, reduce_dtype=DTYPES[zero.reduce_dtype], cast_forward_inputs=False
+        ),
     }
     reshard: bool | int = zero.reshard_size or True
     # In a rehearsal parameters are fake, but not the mesh that FSDP joins from those of shard and tensor.
