@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from measured_steps import measure_steps, strategy_of, workload_of
 from ranks import run_ranks
 
 from trainfit.errors import DeviceError, ModelError, RankError, RecipeError
 from trainfit.hardware import Accelerator, accelerator, find_device, this_machine
 from trainfit.hardware.ranks import fake_process_group
-from trainfit.profile import Mesh, Profile, Zero
+from trainfit.profile import Mesh, Profile, TensorParallel, Zero
 from trainfit.rehearsal import measure, rehearse
+from trainfit.rehearsal.collectives import CollectiveCounter
 from trainfit.rehearsal.processes import run_on_ranks
+from trainfit.rehearsal.recording import Recording, StepRecorder, record_host
 from trainfit.step import Strategy
 from trainfit.workload import resolve_workload, workload_from_module
 
@@ -83,6 +87,42 @@ def test_nothing_of_a_step_outlives_it_on_tensor_ranks(activation: str):
     whole = sum(p.nbytes for p in model.parameters()) - split
     profile = rehearse(workload_of(), strategy_of(activation, mesh=Mesh(tensor=2)), CPU)
     assert profile.resident_bytes == pytest.approx(3 * (whole + split / 2), rel=0.005)
+
+
+SPLIT_SEQUENCES = {
+    activation: strategy_of(
+        activation, rows=8, accumulation_steps=2, mesh=Mesh(tensor=2), tensor=TensorParallel(sequence=True)
+    )
+    for activation in ("keep", "pointwise", "full")
+}
+
+
+def test_nothing_of_split_sequences_outlives_a_step_nor_seems_to():
+    """To the byte, but for a scalar: a hidden state is 64 KiB, and half of one is a reduce-scatter's output."""
+    ranks = run_ranks(measure_steps, 2, workload_of(), list(SPLIT_SEQUENCES.values()))
+    for rank, profiles in enumerate(ranks):
+        for (activation, strategy), found in zip(SPLIT_SEQUENCES.items(), profiles):
+            predicted = rehearse(workload_of(), strategy, CPU, rank=rank)
+            assert found.resident_bytes == pytest.approx(predicted.resident_bytes, abs=16), (rank, activation)
+            assert found.peak_bytes == pytest.approx(predicted.peak_bytes, abs=16), (rank, activation)
+
+
+def reduce_scatters(number: int) -> int:
+    """Bytes that are live after them, of 1 MiB that each copies and half that each gives."""
+    recorder, recording = StepRecorder(), Recording()
+    with record_host(recorder, recording), CollectiveCounter(settles=True):
+        recorder.start()
+        recorder.observe("forward")
+        for _ in range(number):
+            # Rank 0 waits for rank 1: a thread that waits must not be taken for one that is done.
+            time.sleep(0.002 * dist.get_rank())
+            functional_collectives.reduce_scatter_tensor(torch.ones(2**18), "sum", 0, dist.group.WORLD).wait()
+        recorder.stop()
+    return recording.end_bytes
+
+
+def test_no_reduce_scatter_looks_live_after_it():
+    assert run_ranks(reduce_scatters, 2, 200) == [0, 0]
 
 
 # ---- Llama-2-7B on eight ranks --------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from trainfit.profile import Collective
 from trainfit.rehearsal.operators import leaves_to_its_handler
 
 _OUTPUT = -1
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SETTLE_SECONDS = 0.5
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # By name: the kind, and which argument is the payload. DTensor's are functional and make their output themselves.
 _C10D: Mapping[str, tuple[str, int]] = {
     "_allgather_base_": ("all_gather", 0),
@@ -129,7 +129,10 @@ class CollectiveCounter(TorchDispatchMode):
     NOTE [ Frees that no profiler sees ]
     A gloo thread may be the last to drop a collective and its buffers. The profiler hears of allocations and frees from
     the thread that it was started on, and from gloo's while they carry out a collective, but not of what they drop
-    after it: such buffers would look live for ever. Waiting until those threads rest leaves the last reference here.
+    after it: such buffers would look live for ever. So this thread holds the collective's Work until it is done and
+    those threads rest: the last reference is here. A thread that waits for another rank rests too, hence the order.
+    What DTensor calls is functional and keeps its Work from Python, but issues an operator of c10d that gives it. Their
+    reduce-scatter needs this most: gloo's copies its input, and nobody but the Work holds the copy.
     """
 
     def __init__(self, *, settles: bool = False) -> None:
@@ -142,22 +145,35 @@ class CollectiveCounter(TorchDispatchMode):
     ) -> Any:
         if any(map(leaves_to_its_handler, types)):
             return NotImplemented  # DTensor first: what it does is seen in its local operators
-        waits = self._settles and func is _WAIT
-        if waits:
-            _let_threads_rest()
-        output = func(*args, **(kwargs or {}))
-        if waits:
-            _let_threads_rest()
+        if self._settles and func.namespace == "_c10d_functional":
+            with _Settled():  # type: ignore[no-untyped-call]
+                # Its kernel, since the operator would come to the mode by itself and leave it before the kernel.
+                output = func.redispatch(_CPU, *args, **(kwargs or {}))
+        else:
+            output = func(*args, **(kwargs or {}))
         if (call := call_of(func, args, output)) is not None:
             self.calls.append(replace(call, tensors=()))
-            if self._settles and call.kind not in ("send", "recv"):
-                _settle(output)
+            if self._settles:
+                _settle(call.kind, output)
         return output
 
 
-def _settle(output: Any) -> None:
-    last = output[-1] if isinstance(output, list | tuple) else output
-    if isinstance(last, torch.ScriptObject):
+class _Settled(TorchDispatchMode):
+    """Around a functional collective: settles what it issues."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if (row := _KINDS.get(func._schema.name)) is not None:
+            _settle(row[0], output)
+        return output
+
+
+def _settle(kind: str, output: Any) -> None:
+    last = output[-1] if isinstance(output, list | tuple) and output else output
+    # Point to point: the other rank may wait for something else of this one first.
+    if kind not in ("send", "recv") and isinstance(last, torch.ScriptObject):
         dist.Work.unbox(last).wait()
         _let_threads_rest()
 
