@@ -62,6 +62,18 @@ def test_a_run_shows_its_plan_its_progress_and_that_the_prediction_was_right(cap
     assert [line["step"] for line in read_metrics(Path("run")) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_several_devices_need_is_noted_and_changes_nothing_on_one(capsys):
+    assert main(["train", "recipe.yaml", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)["plan"]["chosen"]
+    zero = "zero={stage: 3, prefetch: 2, reduce_dtype: bf16, reshard_size: 2}"
+    assert main(["train", "recipe.yaml", zero, "pipeline.schedule=gpipe", "run_folder=other"]) == 0
+    out = capsys.readouterr().out
+    for key in ("zero.stage 3", "zero.prefetch 2", "zero.reduce_dtype bf16", "zero.reshard_size 2", "gpipe"):
+        assert out.count(f"{key} ") == 1, key
+    chosen = json.loads(Path("other/plan.json").read_text())["chosen"]
+    assert chosen["predicted"]["peak_bytes"] == plain["predicted"]["peak_bytes"]
+
+
 def test_json_is_one_document_and_the_peak_is_as_predicted(capsys):
     assert main(["train", "recipe.yaml", "steps=3", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from trainfit.errors import RecipeError
-from trainfit.profile import PRECISIONS, TIERS
-from trainfit.step import Strategy, format_tiers, parse_tiers
+from trainfit.hardware import accelerator
+from trainfit.profile import PRECISIONS, TIERS, Mesh, Pipeline, Zero
+from trainfit.step import Strategy, build_step, format_tiers, parse_tiers
+from trainfit.step.strategy import settings_without_effect
+from trainfit.workload import workload_from_module
 
 tier_lists = st.lists(st.sampled_from(TIERS), max_size=40).map(tuple)
 strategies = st.builds(
@@ -130,6 +135,58 @@ def test_bad_tiers_are_one_line(text: str, message: str):
 def test_bad_strategies_are_one_line(change: dict[str, Any], message: str):
     with pytest.raises(RecipeError, match=message):
         Strategy.from_json({"micro_batch_size": 1, **change})
+
+
+ALONE = "mesh.replicate x mesh.shard is 1, so no gradients are exchanged"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "lines"),
+    [
+        ({}, []),
+        ({"zero": Zero(2)}, ["zero.stage 2 shares nothing: mesh.shard is 1"]),
+        ({"zero": Zero(2), "mesh": Mesh(replicate=2)}, ["zero.stage 2 shares nothing: mesh.shard is 1"]),
+        ({"zero": Zero(2), "mesh": Mesh(shard=2)}, []),
+        ({"zero": Zero(2, "step", prefetch=2, reduce_dtype="bf16"), "mesh": Mesh(shard=2)}, []),
+        (
+            {"zero": Zero(3, reshard_size=2)},
+            [
+                "zero.stage 3 shares nothing: mesh.shard is 1",
+                "zero.reshard_size 2 has no effect: there is one process",
+            ],
+        ),
+        (
+            {"zero": Zero(0, "micro_batch", prefetch=2, reduce_dtype="bf16"), "mesh": Mesh(replicate=2)},
+            [
+                "zero.gradient_sync micro_batch has no effect: zero.stage is 0",
+                "zero.prefetch 2 has no effect: zero.stage is 0",
+                "zero.reduce_dtype bf16 has no effect: zero.stage is 0",
+            ],
+        ),
+        ({"zero": Zero(0, prefetch=2)}, [f"zero.prefetch 2 has no effect: {ALONE}"]),
+        (
+            {"zero": Zero(1, reduce_dtype="bf16"), "accumulation_steps": 2},
+            ["zero.stage 1 shares nothing: mesh.shard is 1", f"zero.reduce_dtype bf16 has no effect: {ALONE}"],
+        ),
+        ({"pipeline": Pipeline("gpipe")}, ["pipeline.schedule gpipe has no effect: mesh.pipeline is 1"]),
+        (
+            {"pipeline": Pipeline("interleaved", 2)},
+            [
+                "pipeline.schedule interleaved has no effect: mesh.pipeline is 1",
+                "pipeline.stages_per_rank 2 has no effect: mesh.pipeline is 1",
+            ],
+        ),
+        ({"pipeline": Pipeline("gpipe"), "mesh": Mesh(pipeline=2)}, []),
+    ],
+)
+def test_settings_without_effect_are_told_and_not_refused(knobs: dict[str, Any], lines: list[str]):
+    assert settings_without_effect(Strategy(1, **knobs)) == lines
+
+
+def test_a_step_notes_what_has_no_effect():
+    workload = workload_from_module(partial(nn.Embedding, 5, 5), seq_len=4, vocab_size=5)
+    strategy = Strategy(1, zero=Zero(3, prefetch=2), pipeline=Pipeline("gpipe"))
+    assert build_step(workload, strategy, accelerator("cpu")).notes == tuple(settings_without_effect(strategy))
 
 
 def test_a_strategy_without_a_micro_batch_is_refused():

@@ -41,7 +41,8 @@ def resident_of(
     facts: ModelFacts, layout: Layout, hardware: Hardware, *, batch_bytes: int, shared_bytes: int, accumulates: bool
 ) -> Resident:
     """Bytes and seconds of one rank beside its activations."""
-    mesh, zero = layout.mesh, layout.zero
+    mesh = layout.mesh
+    zero = layout.zero if mesh.data > 1 else Zero()  # a rank with nobody to share with gathers nothing
     split = mesh.tensor * mesh.pipeline
     parameters, gradients = facts.parameter_bytes // split, facts.gradient_bytes // split
     sharded = mesh.shard if zero.stage else 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Ranks, ranks_of
-from trainfit.step.strategy import Strategy
+from trainfit.step.strategy import Strategy, settings_without_effect
 from trainfit.step.train_step import TrainStep
 from trainfit.techniques import TECHNIQUES, Build
 from trainfit.techniques.base import LossFunction, Observer, Stage
@@ -43,6 +43,7 @@ def build_step(
     build = prepare(workload, accelerator, model, on_host=on_host)
     build.precision, build.cast = strategy.precision, strategy.cast
     build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
+    build.notes += settings_without_effect(strategy)
     for stage in Stage:
         for technique in TECHNIQUES:
             if technique.stage is stage and (setting := getattr(strategy, technique.setting)) is not None:

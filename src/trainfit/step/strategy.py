@@ -232,13 +232,13 @@ def _check_zero(zero: Zero, mesh: Mesh, accumulation_steps: int) -> None:
         raise RecipeError(f"unknown zero.reduce_dtype {zero.reduce_dtype!r}; one of {', '.join(PRECISIONS)}")
     if zero.reduce_dtype == "fp16":
         raise RecipeError("zero.reduce_dtype fp16 needs loss scaling, which is not here yet; use bf16 or fp32")
-    adds_up = accumulation_steps > 1 and (mesh.replicate > 1 or not zero.reduces_each_micro_batch)
+    adds_up = mesh.data > 1 and accumulation_steps > 1 and (mesh.replicate > 1 or not zero.reduces_each_micro_batch)
     if zero.stage and zero.reduce_dtype != "fp32" and adds_up:
         raise RecipeError(
             f"zero.reduce_dtype {zero.reduce_dtype} would also add up {accumulation_steps} micro batches in it; "
             "use fp32, or set zero.gradient_sync: micro_batch without mesh.replicate"
         )
-    size = zero.reshard_size
+    size = zero.reshard_size if mesh.size > 1 else 0
     if size and mesh.tensor > 1:
         raise RecipeError(
             f"zero.reshard_size {size} does not work with mesh.tensor {mesh.tensor}; leave one of them out"
@@ -264,6 +264,30 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, accumulation_steps: int) -> 
             f"accumulation_steps is {accumulation_steps}, too few or uneven for {schedule} over mesh.pipeline "
             f"{mesh.pipeline}; use accumulation_steps={need} with smaller micro batches, or fewer stages"
         )
+
+
+def settings_without_effect(strategy: Strategy) -> list[str]:
+    """A line for each setting that changes nothing, with the reason.
+
+    They are not refused: a recipe for many devices is resumed on one.
+    """
+    mesh, zero, pipeline = strategy.mesh, strategy.zero, strategy.pipeline
+    lines = []
+    if zero.stage and mesh.shard == 1:
+        lines.append(f"zero.stage {zero.stage} shares nothing: mesh.shard is 1")
+    if zero.reshard_size and mesh.size == 1:
+        lines.append(f"zero.reshard_size {zero.reshard_size} has no effect: there is one process")
+    if mesh.data == 1 or zero.stage == 0:
+        why = "zero.stage is 0" if mesh.data > 1 else "mesh.replicate x mesh.shard is 1, so no gradients are exchanged"
+        lines += _changed("zero", zero, Zero(), ("gradient_sync", "prefetch", "reduce_dtype"), why)
+    if mesh.pipeline == 1:
+        lines += _changed("pipeline", pipeline, Pipeline(), ("schedule", "stages_per_rank"), "mesh.pipeline is 1")
+    return lines
+
+
+def _changed(section: str, settings: object, defaults: object, names: Iterable[str], why: str) -> list[str]:
+    values = ((name, getattr(settings, name), getattr(defaults, name)) for name in names)
+    return [f"{section}.{name} {value} has no effect: {why}" for name, value, default in values if value != default]
 
 
 def describe_strategy(strategy: Strategy) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -262,7 +262,8 @@ class Recipe(_Section):
         stages: tuple[int, ...] = (0, 1, 2, 3) if self.zero.stage is None else (self.zero.stage,)
         if self.mesh is None:
             if num_devices == 1:
-                return (Layout(),)
+                # What has no effect here stays in the strategy, so that build_step can say so.
+                return (replace(self._layout(Mesh(), self.zero.stage or 0), tensor=TensorParallel()),)
             return tuple(
                 self._layout(Mesh(shard=num_devices) if stage else Mesh(replicate=num_devices), stage)
                 for stage in stages
