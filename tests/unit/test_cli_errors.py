@@ -99,6 +99,11 @@ CASES = [
     (["rehearse", *MODEL, "--devices", "8", "--rank", "8"], "--rank is 8"),
     (["rehearse", "recipe.yaml", "--devices", "8"], "--micro-batch"),
     (["verify", *MODEL, "--devices", "2"], "--devices"),
+    (
+        ["measure", "recipe.yaml", "--devices", "2", "--zero-stage", "2"],
+        "a recipe with --devices 2 --zero-stage 2 lacks --micro-batch; give one, such as --micro-batch 1 "
+        "(`trainfit plan recipe.yaml --devices 2` finds the fastest)",
+    ),
     # devices
     (["rehearse", *MODEL, "--device", "h10"], "h100"),
     (["plan", *MODEL, "--device", "ascend-910b9", "--tokens-per-step", "64"], "ascend-910b"),
@@ -123,7 +128,11 @@ CASES = [
     (["train", "recipe.yaml", "device=abacus"], "abacus"),
     (["train", "recipe.yaml", "data.paths=short.txt"], "too short"),
     (["train", "recipe.yaml", "data.paths=nowhere"], "nowhere"),
-    (["train", "recipe.yaml", "run_folder=a_file/run"], "cannot write"),
+    (["train", "recipe.yaml", "run_folder=a_file/run"], "a_file takes no new folder: Not a directory); set run_folder"),
+    (["train", "recipe.yaml", "run_folder=/proc/foo"], "/proc/foo (/proc takes no new folder: No such"),
+    (["train", "recipe.yaml", "mesh.data=2"], "unknown key mesh.data; set mesh.replicate"),
+    (["train", "recipe.yaml", "zero.reshard_size=2"], "zero.stage is not set; set zero.stage=3 or leave"),
+    (["train", "recipe.yaml", "zero={stage: 2, reshard_size: 4}"], "zero.stage is 2; set zero.stage=3 or leave"),
     (["train", "recipe.yaml", "--resume"], "no checkpoint"),
     (["train", "recipe.yaml", "--plan", "none.json"], "no plan at none.json"),
     (["train", "recipe.yaml", "--plan", "broken.json"], "cannot read plan"),

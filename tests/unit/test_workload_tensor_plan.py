@@ -8,7 +8,9 @@ from plain import small_workload, tiny_workload
 from torch import nn
 
 from trainfit.errors import ModelError, RecipeError
+from trainfit.hardware import this_machine
 from trainfit.profile import Mesh, TensorParallel
+from trainfit.rehearsal import rehearse
 from trainfit.step import Strategy
 from trainfit.workload import Workload, workload_from_module
 from trainfit.workload.tensor_plan import TensorPlan, check_sequence, tensor_plan
@@ -110,3 +112,14 @@ def test_split_sequences_need_tensor_ranks():
         Strategy(1, tensor=TensorParallel(sequence=True))
     strategy = Strategy(1, mesh=Mesh(tensor=2), tensor=TensorParallel(sequence=True))
     assert Strategy.from_json(strategy.to_json()) == strategy
+
+
+@pytest.mark.parametrize(
+    ("ranks", "features", "move"),
+    [(2, 43, "leave it out, or use mesh.shard 2"), (4, 42, "lower it to 2, or use mesh.shard 4")],
+)
+def test_features_that_ranks_do_not_divide_are_refused_with_what_to_do(ranks: int, features: int, move: str):
+    workload = small_workload("llama", num_key_value_heads=4, intermediate_size=features)
+    strategy = Strategy(1, mesh=Mesh(tensor=ranks))
+    with pytest.raises(RecipeError, match=f"the {features} features of .*mlp.*; {move} with zero.stage 3"):
+        rehearse(workload, strategy, this_machine("cpu"))

@@ -84,6 +84,12 @@ class StepOptions:
             check_range(f"--{name}", getattr(self, name), 1, self.devices)
         self.mesh_and_zero()
 
+    @property
+    def said(self) -> list[str]:
+        """The options that are not at their defaults, beside model, sequence length and micro batch."""
+        given = ((each.name, getattr(self, each.name), each.default) for each in fields(self)[3:])
+        return [f"--{name.replace('_', '-')} {value}" for name, value, default in given if value != default]
+
     def mesh_and_zero(self) -> tuple[Mesh, Zero]:
         """Tensor, pipeline and copies as given, and what is left of the devices sharded, or replicas at stage 0."""
         split = self.tensor * self.pipeline

@@ -74,9 +74,11 @@ def prepare(options: StepOptions, recipe: Recipe | None, hardware: Hardware, say
     if options.micro_batch is not None:
         step = _prepare_step(replace(options, precision=options.precision or recipe.precision), workload, hardware)
         return replace(step, max_grad_norm=recipe.max_grad_norm)
-    if StepOptions(options.model, options.seq_len) != options:
+    if options.said:
+        devices = f" --devices {options.devices}" if options.devices > 1 else ""
         raise RecipeError(
-            "a recipe without --micro-batch runs the step of its plan; give --micro-batch to set the rest"
+            f"a recipe with {' '.join(options.said)} lacks --micro-batch; give one, such as --micro-batch 1 "
+            f"(`trainfit plan {options.model}{devices}` finds the fastest), or leave them out to run the plan's step"
         )
     plan = plan_recipe(recipe, workload, hardware, say)
     notes = (f"the step is the one that the plan {plan.hash} of {options.model} chose", *plan.notes)

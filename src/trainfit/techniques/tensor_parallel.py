@@ -16,6 +16,7 @@ With `sequence`, each all-reduce is a reduce-scatter and an all-gather around wh
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -289,7 +290,12 @@ class _Splitter:
         if self._owners[id(whole)] > 1:
             raise RecipeError(f"{name} is tied to another module, so it cannot be split; leave it out of the plan")
         if whole.shape[dim] % size:
-            raise RecipeError(f"mesh.tensor {size} does not divide the {whole.shape[dim]} features of {name}")
+            fits = math.gcd(size, whole.shape[dim])  # which divides the heads too
+            lower = f"lower it to {fits}" if fits > 1 else "leave it out"
+            raise RecipeError(
+                f"mesh.tensor {size} does not divide the {whole.shape[dim]} features of {name}; {lower}, or use "
+                f"mesh.shard {size} with zero.stage 3 instead"
+            )
         # A copy: a view would keep the whole.
         local = whole.detach().chunk(size, dim)[self.mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
         split = DTensor.from_local(

@@ -15,6 +15,10 @@ from pydantic_core import ErrorDetails
 from trainfit.errors import RecipeError
 from trainfit.train.recipe import Recipe
 
+# Keys by which others call what has another name here.
+_MEANT: Mapping[str, str] = {
+    "mesh.data": "set mesh.replicate (a copy each) or mesh.shard (one copy's states split); data is their product"
+}
 _MAX_SHOWN = 3  # problems in one line; the rest is a number
 
 
@@ -115,7 +119,7 @@ def _describe(errors: list[ErrorDetails]) -> str:
 
 def _describe_one(key: str, error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(key)}"
+        return f"unknown key {key}" + (f"; {_MEANT[key]}" if key in _MEANT else _nearest(key))
     if error["type"] == "missing":
         return f"{key} is missing; add it to the recipe"
     cause = error.get("ctx", {}).get("error")

@@ -242,6 +242,12 @@ class Recipe(_Section):
             raise RecipeError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is more than steps {self.steps}; lower it"
             )
+        if self.zero.reshard_size and self.zero.stage != 3:
+            stage = "not set" if self.zero.stage is None else str(self.zero.stage)
+            raise RecipeError(
+                f"zero.reshard_size {self.zero.reshard_size} is for zero.stage 3, and zero.stage is {stage}; set "
+                "zero.stage=3 or leave zero.reshard_size out"
+            )
         return self
 
     def located(self, folder: Path) -> Recipe:

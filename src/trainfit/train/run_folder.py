@@ -39,7 +39,14 @@ class RunFolder:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise RecipeError(f"cannot write to run_folder {path} ({error.strerror}); set run_folder=") from None
+            reason = error.strerror
+            if self._made:
+                nearest = next(parent for parent in path.absolute().parents if parent.exists())
+                reason = f"{nearest} takes no new folder: {reason}"
+            raise RecipeError(
+                f"cannot write to run_folder {path} ({reason}); set run_folder= to a folder on a disk that you may "
+                "write to, such as run_folder=runs/first"
+            ) from None
 
     @property
     def data(self) -> Path:
