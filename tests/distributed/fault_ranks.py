@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+from checkpoint_ranks import state_at
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,7 @@ from trainfit.hardware import accelerator
 from trainfit.hardware.ranks import process_group
 from trainfit.profile import Mesh, Zero
 from trainfit.step import Strategy, build_step
+from trainfit.train.saving import Checkpoints
 from trainfit.train.verdict import WatchSettings
 from trainfit.train.watch import StallWatch
 from trainfit.workload import workload_from_module
@@ -67,8 +69,11 @@ def micro_batches(count: int, seed: int) -> list[MicroBatch]:
 class Rank:
     """One rank of a case."""
 
-    def __init__(self, case: str, rank: int, step: object, model: Model, watch: StallWatch) -> None:
+    def __init__(
+        self, case: str, rank: int, step: object, model: Model, watch: StallWatch, folder: Path = Path()
+    ) -> None:
         self.case, self.rank, self.step, self.model, self.watch = case, rank, step, model, watch
+        self.folder = folder
         self.fault = case.split(" ")[0]
         self.is_faulty = rank == int(case.split(" ")[1])
 
@@ -85,6 +90,8 @@ class Rank:
             self.watch.begin_step(number)
             self.before_update(number, window)
             self.step(window)
+            if self.fault == "killed_saving" and number == FAULTY_STEP:
+                self.save(number)
         self.after_training()
 
     def before_update(self, number: int, window: list[MicroBatch]) -> None:
@@ -105,6 +112,14 @@ class Rank:
             del window[1:]
         if self.fault == "fewer":
             del window[1:]
+
+    def save(self, number: int) -> None:
+        """The faulty rank dies before the others' first collective about the checkpoint, which then fails."""
+        checkpoints = Checkpoints(self.folder / "saves", self.step.ranks, keep=1)
+        with self.watch.waiting_allowed("saving"):
+            if self.is_faulty:
+                self.stop_with(signal.SIGKILL)
+            checkpoints.save(state_at(number), self.model, self.step.optimizer, (torch.get_rng_state(),))
 
     def stop_with(self, number: int) -> None:
         time.sleep(3 * SETTINGS.beat_seconds)  # so that its place is known: in the block before
@@ -136,7 +151,7 @@ def run(case: str, rank: int, size: int, port: int, folder: str) -> None:
         step = build_step(workload, Strategy(2, 2, mesh=mesh, zero=Zero(stage)), device, model=model)
         Path(folder, f"ready{rank}").touch()
         with StallWatch.of(step, SETTINGS) as watch:
-            Rank(case, rank, step, model, watch).train()
+            Rank(case, rank, step, model, watch, Path(folder)).train()
         assert all(not block._forward_hooks or stage for block in model.blocks)
         weights = {name: whole(p) for name, p in model.named_parameters()} if case.startswith("ignores") else {}
         if rank == 0:

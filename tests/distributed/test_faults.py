@@ -76,6 +76,17 @@ def test_a_rank_that_is_gone_is_named_with_its_last_place(case, tmp_path):
     assert f"last seen: rank {gone} in the forward of blocks.1 (step 3, micro batch 1)" in line
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_dies_while_all_save_is_named(gone, tmp_path):
+    """The save's own error, gloo's, is not what the others report: it waits for who finds the rank gone."""
+    outcome = Outcome(f"killed_saving {gone} 0", tmp_path)
+    assert_ended(outcome, by={gone: KILLED, 1 - gone: 17}, within_seconds=12)
+    line = outcome.verdict(1 - gone)
+    assert line.startswith(f"trainfit: nothing heard from rank {gone} for ")
+    assert f"last seen: rank {gone} saving" in line
+    assert not list(tmp_path.glob("saves/step-*"))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_module_that_one_rank_skips_is_named_by_all(stage, tmp_path):
     """SH-04: rank 1 leaves blocks.2 out, from the first step on."""

@@ -6,14 +6,18 @@ import io
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
 import trainfit.cli.progress as progress_module
 from trainfit.cli.main import main
 from trainfit.cli.progress import TrainingDisplay
+from trainfit.cli.train import _goes_on
+from trainfit.hardware import Launch
 from trainfit.profile import Profile
 from trainfit.train import Evaluated, Measured, Preparing, Started, StepDone, read_metrics
 
@@ -109,6 +113,37 @@ def test_ctrl_c_saves_and_resume_goes_on_with_the_same_plan(capsys, monkeypatch)
     assert main(["train", "recipe.yaml", "--resume"]) == 0
     assert "resumed at step 3" in capsys.readouterr().out
     assert Path("run/plan.json").read_text() == plan
+
+
+def go_on(folders: list[Path], restarts: list[int]) -> list[bool]:
+    """What ranks on machines with these folders and counts of restarts decide, by rank."""
+    store, size = dist.HashStore(), len(restarts)
+
+    def decide(rank: int) -> bool:
+        launch = Launch(rank, size, restarts=restarts[rank])
+        vars(launch)["_store"] = store  # torchrun's
+        return _goes_on(launch, folders[rank])
+
+    with ThreadPoolExecutor(size) as ranks:
+        return list(ranks.map(decide, range(size)))
+
+
+@pytest.mark.parametrize(
+    ("restarts", "has_saved", "expected"),
+    [
+        ([1, 0], True, True),
+        ([0, 1], True, True),
+        ([0, 0, 3], True, True),
+        ([0, 0], True, False),
+        ([1, 0], False, False),
+    ],
+)
+def test_all_ranks_go_on_after_a_restart_of_some(restarts, has_saved, expected, folder):
+    if has_saved:
+        (folder / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    # What rank 0 sees counts: another machine may see a new checkpoint later.
+    folders = [folder / "run", *(folder / "late" for _ in restarts[1:])]
+    assert go_on(folders, restarts) == [expected] * len(restarts)
 
 
 def test_a_plan_file_is_followed(capsys):
