@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_a_larger_budget_is_never_slower(tracer: Tracer):
     seconds = []
     for megabytes in (21, 24, 28, 34, 48, 80):
         allowed = megabytes * 10**6
-        fitting = [c for c in search(tracer, CPU, target("1GiB"), allowed) if c.peak_bytes <= allowed]
+        fitting = [c for c in search(lambda _: tracer, CPU, target("1GiB"), allowed) if c.peak_bytes <= allowed]
         seconds.append(fitting[0].step_seconds)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[-1]
@@ -60,7 +61,7 @@ def test_a_larger_budget_is_never_slower(tracer: Tracer):
 def test_the_fast_model_is_close_to_the_rehearsal(family: str):
     """It leaves out what lives beside the blocks: rotary tables, masks and the embedding's own output."""
     workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
-    found = search(Tracer(workload, CPU), CPU, target("1GiB"), 10**9)
+    found = search(partial(Tracer, workload, CPU), CPU, target("1GiB"), 10**9)
     for candidate in found[:: max(1, len(found) // 10)]:
         exact = rehearse(workload, candidate.strategy, CPU)
         assert candidate.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03), candidate.strategy

@@ -319,6 +319,18 @@ def test_ga_10_half_weights_add_up_micro_batches_in_fp32():
     assert_close(model.weight.grad, 1000 * sizes.bfloat16().float(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("weights", ["bf16_residual", "bf16_master"])
+def test_tied_weights_stay_one(weights: Any):
+    workload = small_workload("llama", tie_word_embeddings=True)
+    step = build(workload, "keep", optimizer=OptimizerVariant(weights=weights), precision="bf16")
+    embedding, head = step.model.get_parameter("model.embed_tokens.weight"), step.model.get_submodule("lm_head").weight
+    assert embedding is head
+    assert embedding.shape == (97, 32)
+    assert torch.equal(embedding, build(workload).model.get_parameter("model.embed_tokens.weight").bfloat16())
+    before = float(step([random_batch(workload)]).loss)
+    assert float(step([random_batch(workload)]).loss) < before
+
+
 def test_gradients_of_half_are_what_was_asked_for():
     workload = small_workload("llama")
     variant = OptimizerVariant(weights="bf16_residual", gradients="half")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
@@ -11,7 +12,7 @@ from trainfit.plan.search import Candidate, search
 from trainfit.plan.target import Target
 from trainfit.profile import OptimizerVariant, Profile
 from trainfit.rehearsal.rehearse import rehearse
-from trainfit.rehearsal.trace import Tracer
+from trainfit.rehearsal.trace import ModelTrace, Tracer
 from trainfit.step.strategy import Strategy, describe_strategy, parse_tiers
 from trainfit.units import format_bytes
 from trainfit.workload import Workload
@@ -42,8 +43,15 @@ def choose(
         )
     allowed = target.allowed_bytes(hardware.spec.kind)
     on_progress("tracing one block")
-    tracer = Tracer(workload, hardware)
-    found = search(tracer, hardware, target, allowed)
+    tracers: dict[OptimizerVariant, Tracer] = {}
+    traces: dict[tuple[Any, ...], ModelTrace] = {}
+
+    def tracer_of(variant: OptimizerVariant) -> Tracer:
+        if variant not in tracers:
+            tracers[variant] = Tracer(workload, hardware, variant, traces=traces)
+        return tracers[variant]
+
+    found = search(tracer_of, hardware, target, allowed, clips=max_grad_norm is not None)
     if not found:
         raise _too_few_micro_batches(target)
 
@@ -51,7 +59,7 @@ def choose(
         on_progress(f"rehearsing {describe_strategy(strategy)}")
         return rehearse(workload, strategy, hardware, max_grad_norm=max_grad_norm)
 
-    plain = _plain(len(tracer.facts.structures), target, exact)
+    plain = _plain(len(tracer_of(target.optimizer).facts.structures), target, exact)
     chosen, profile, rehearsed = _rehearse_best(found, allowed, exact)
     fits = profile.peak_bytes <= allowed
     return Plan(
@@ -97,7 +105,7 @@ def _rehearse_best(
         if len(good) == _REHEARSALS or len(rehearsed) == _ATTEMPTS:
             break
     if good:
-        best = min(good.values(), key=lambda candidate: rehearsed[candidate.strategy].step_seconds)
+        best = min(good.values(), key=lambda each: rehearsed[each.strategy].step_seconds * each.weight)
         return best, rehearsed[best.strategy], rehearsed
     smallest = min(found, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds))
     if smallest.strategy not in rehearsed:
@@ -107,7 +115,14 @@ def _rehearse_best(
 
 def _kind(strategy: Strategy) -> tuple[object, ...]:
     """Candidates of one kind differ in tiers only; the fastest of each whose rehearsal fits is compared."""
-    return strategy.micro_batch_size, strategy.precision, strategy.loss_chunks, strategy.mesh, strategy.zero.stage
+    return (
+        strategy.micro_batch_size,
+        strategy.precision,
+        strategy.optimizer,
+        strategy.loss_chunks,
+        strategy.mesh,
+        strategy.zero.stage,
+    )
 
 
 def _plain(num_blocks: int, target: Target, exact: Callable[[Strategy], Profile]) -> Alternative:

@@ -7,7 +7,7 @@ earlier micro batches left (none in a step of one), S_i what block i saves, in t
     head and loss         R + G + S_1 + ... + S_n + (the shell's peak before the blocks' backward)
     backward of block i   R + G + S_1 + ... + S_i + (gradients left by head and later blocks) + (its backward peak)
     embedding             R + G + (gradients of all blocks) + (the shell's peak after the blocks' backward)
-    optimizer             R + all gradients
+    optimizer             R + all gradients + (the update's temporaries)
 Rotary tables and masks, which all blocks share, are in R.
 """
 
@@ -32,7 +32,7 @@ class Resident:
     model_bytes: its parameters and optimizer states, between steps.
     working_bytes: more that lives while micro batches run: parameters that were gathered, gradients on their way.
     batch_bytes: token ids of the window. shared_bytes: what all blocks are given beside hidden states.
-    gradient_bytes: all its gradients when the optimizer runs.
+    gradient_bytes: all its gradients when the optimizer runs. update_bytes: temporaries of the update.
     earlier_gradient_bytes: of it, what earlier micro batches left; 0 in a step of one.
     micro_batch_seconds, step_seconds: communication of each micro batch, and of the step with its optimizer.
     """
@@ -44,6 +44,7 @@ class Resident:
     earlier_gradient_bytes: int
     step_seconds: float
     working_bytes: int = 0
+    update_bytes: int = 0
     micro_batch_seconds: float = 0.0
 
 
@@ -102,7 +103,7 @@ def peak_bytes(resident: Resident, table: BlockTable, tiers: Integers, shell: Sh
     moments = np.concatenate([forward, backward, loss[:, None], embedding[:, None]], axis=1)
     stays = resident.model_bytes + resident.batch_bytes
     floor = stays + resident.working_bytes + resident.shared_bytes + resident.earlier_gradient_bytes
-    return np.asarray(np.maximum(floor + moments.max(1), stays + resident.gradient_bytes))
+    return np.asarray(np.maximum(floor + moments.max(1), stays + resident.gradient_bytes + resident.update_bytes))
 
 
 def step_seconds(

@@ -63,6 +63,7 @@ def resident_of(
         gradient_bytes=gradients // sharded,
         earlier_gradient_bytes=left if accumulates else 0,
         working_bytes=working,
+        update_bytes=facts.update_peak_bytes // split // sharded,
         **_seconds(facts, layout, hardware, parameters, gradients),
     )
 

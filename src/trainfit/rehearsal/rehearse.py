@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.optim import Optimizer
 
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
@@ -200,10 +201,14 @@ def resident_parameters(step: TrainStep) -> list[Tensor]:
 
 
 def optimizer_states(step: TrainStep) -> list[Tensor]:
-    """Those on the device."""
-    if isinstance(step.optimizer, HostAdamW):
+    return states_on_device(step.optimizer)
+
+
+def states_on_device(optimizer: Optimizer) -> list[Tensor]:
+    """What an optimizer keeps where its parameters are."""
+    if isinstance(optimizer, HostAdamW):
         return []
-    states = (value for state in step.optimizer.state.values() for value in state.values())
+    states = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in states if isinstance(value, Tensor)]
 
 

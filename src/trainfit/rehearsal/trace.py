@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainfit.hardware import Hardware, accelerator
-from trainfit.profile import TIERS, BlockTrace, Precision, ShellTrace, Tier
-from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost
+from trainfit.hardware import Hardware
+from trainfit.hardware.runtime import rehearsed
+from trainfit.profile import TIERS, BlockTrace, OptimizerVariant, Precision, ShellTrace, Tier
+from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost, states_on_device
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques.activation import recompute_block
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
-from trainfit.techniques.optimizer import make_optimizer
+from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.workload import MicroBatch, Workload, run_model
 
 
@@ -38,7 +40,11 @@ class ModelTrace:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What does not depend on the batch: sizes in bytes; structures has one entry per block."""
+    """What does not depend on the batch: sizes in bytes; structures has one entry per block.
+
+    gradient_bytes: of all of them before the update; 0 where each goes as soon as it is there.
+    update_peak_bytes, optimizer_seconds: temporaries and time of the update.
+    """
 
     structures: tuple[int, ...]
     parameter_bytes: int
@@ -46,6 +52,7 @@ class ModelFacts:
     largest_block_bytes: int
     optimizer_bytes: int
     gradient_bytes: int
+    update_peak_bytes: int
     optimizer_seconds: float
     dim: int
     vocab_size: int
@@ -53,15 +60,26 @@ class ModelFacts:
 
 
 class Tracer:
-    """One fake model, traced at as many micro batches as the search asks for."""
+    """One fake model with its optimizer, traced at as many micro batches as the search asks for."""
 
-    def __init__(self, workload: Workload, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        hardware: Hardware,
+        variant: OptimizerVariant | None = None,
+        *,
+        traces: dict[tuple[Any, ...], ModelTrace] | None = None,
+    ) -> None:
+        """traces: of other variants of this workload on this hardware, which share what looks alike."""
         self.workload, self.hardware = workload, hardware
+        self.variant = variant or OptimizerVariant()
         self._cost = operator_cost(hardware)
-        self._traces: dict[tuple[Any, ...], ModelTrace] = {}
+        self._traces: dict[tuple[Any, ...], ModelTrace] = {} if traces is None else traces
+        self._gradients: dict[nn.Parameter, Tensor] = {}  # of earlier micro batches
         self._tuples = False  # whether blocks return tuples; known after the first one has run
         with fake_tensors() as self._mode, model_errors():
-            self._build = prepare(workload, accelerator("cpu"))
+            self._build = prepare(workload, rehearsed(hardware.spec.kind))
+            OptimizerStates().apply(self._build, self.variant)
             self.facts = self._facts()
 
     def trace(
@@ -71,10 +89,18 @@ class Tracer:
 
         accumulates: parameters hold the gradients of earlier micro batches already. The same call is traced once.
         """
-        key = (micro_batch_size, precision, tuple(chunks), accumulates)
+        settings = (micro_batch_size, precision, tuple(chunks), accumulates)
+        key = (*settings, self._looks())
         if key not in self._traces:
-            self._traces[key] = self._trace(*key)
+            self._traces[key] = self._trace(*settings)
         return self._traces[key]
+
+    def _looks(self) -> tuple[Any, ...]:
+        """All of the variant that a micro batch can tell: dtypes of weights and gradients, and updates in backward."""
+        if self._build.updates_in_backward:
+            return (self.variant,)
+        dtypes = {(p.dtype, p.grad_dtype) for p in self._build.model.parameters() if p.requires_grad}
+        return (frozenset(dtypes),)
 
     def _trace(
         self, micro_batch_size: int, precision: Precision, chunks: Iterable[int], accumulates: bool
@@ -94,9 +120,7 @@ class Tracer:
 
     def _facts(self) -> ModelFacts:
         build = self._build
-        optimizer = make_optimizer(build.model.named_parameters(), self.workload.optimizer)
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        gradients = storage_bytes(p for p in build.model.parameters() if p.requires_grad)
+        gradients, update_peak, update_seconds = self._update()
         blocks = [storage_bytes(block.parameters()) for block in build.blocks]
         captured = self._block_inputs(1, "fp32")
         hidden = next((_hidden(inputs) for _, inputs in captured.values()), None)
@@ -105,19 +129,47 @@ class Tracer:
             parameter_bytes=storage_bytes([*build.model.parameters(), *build.model.buffers()]),
             block_bytes=sum(blocks),
             largest_block_bytes=max(blocks, default=0),
-            optimizer_bytes=storage_bytes(states),
+            optimizer_bytes=storage_bytes(states_on_device(self._optimizer)),
             gradient_bytes=gradients,
-            # Clipping reads the gradients twice and writes them; AdamW reads parameters, gradients and both moments,
-            # and writes all but the gradients.
-            optimizer_seconds=10 * gradients / self._cost.bytes_per_second,
+            update_peak_bytes=update_peak,
+            # Clipping reads the gradients twice and writes them.
+            optimizer_seconds=3 * gradients / self._cost.bytes_per_second + update_seconds,
             dim=1 if hidden is None else hidden.shape[-1],
             vocab_size=self.workload.vocab_size,
             can_chunk=not isinstance(build.split, str),
         )
 
+    @property
+    def _optimizer(self) -> Optimizer:
+        assert self._build.optimizer is not None
+        return self._build.optimizer
+
+    def _update(self) -> tuple[int, int, float]:
+        """Bytes of all gradients, and temporaries and seconds of an update by them."""
+        if self._build.updates_in_backward:
+            return 0, 0, 0.0  # part of each block's backward
+        trained = [p for p in self._build.model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        tracker = self._tracker()
+        tracker.register(gradients, "gradients")
+        tracker.register(states_on_device(self._optimizer), "optimizer")
+        tracker.phase = "optimizer"
+        start = tracker.live_bytes()
+        with tracker:
+            self._optimizer.step()
+        num_bytes = storage_bytes(gradients)
+        del gradients
+        for parameter in trained:
+            parameter.grad = None
+        return num_bytes, max(0, tracker.peak_bytes() - start), tracker.seconds["optimizer"]
+
     @contextmanager
     def _earlier_gradients(self, accumulates: bool) -> Iterator[None]:
-        self._gradients = {p: torch.empty_like(p) for p in self._build.model.parameters() if p.requires_grad}
+        self._gradients = {
+            p: torch.empty_like(p, dtype=p.grad_dtype) for p in self._build.model.parameters() if p.requires_grad
+        }
         if not accumulates:
             self._gradients.clear()
         self._reset_gradients()

@@ -151,7 +151,8 @@ def store_weights(
     parts: dict[int, dict[str, Tensor]] = {}
 
     def halved(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+        # A tied parameter comes by once for each of its names.
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or id(tensor) in parts:
             return tensor
         half, parts[id(tensor)] = _split(tensor, weights)
         return half
