@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import pytest
 
@@ -12,8 +11,10 @@ from trainfit.errors import DeviceError, RecipeError
 from trainfit.hardware import accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
 from trainfit.plan.search import micro_batch_sizes, search
+from trainfit.plan.variants import MUST_WIN, Tracers
+from trainfit.profile import OptimizerVariant
 from trainfit.rehearsal import measure, rehearse
-from trainfit.rehearsal.trace import Tracer
+from trainfit.techniques.optimizer import accuracy_of
 from trainfit.units import parse_bytes
 from trainfit.workload import workload_from_config
 
@@ -23,11 +24,6 @@ CPU = this_machine("cpu")
 
 def target(budget: str, **changes) -> Target:
     return Target(**{"budget_bytes": parse_bytes(budget), "tokens_per_step": 8 * 128, "seq_len": 128} | changes)
-
-
-@pytest.fixture(scope="module")
-def tracer() -> Tracer:
-    return Tracer(LLAMA, CPU)
 
 
 def test_the_plan_stays_within_its_budget_when_it_runs():
@@ -46,12 +42,12 @@ def test_plain_training_is_chosen_where_it_fits():
     assert plan.predicted.step_seconds <= plan.plain.step_seconds
 
 
-def test_a_larger_budget_is_never_slower(tracer: Tracer):
+def test_a_larger_budget_is_never_slower():
     """By the fast model, from which the search takes its order."""
-    seconds = []
+    seconds, tracers = [], Tracers(LLAMA, CPU, OptimizerVariant())
     for megabytes in (21, 24, 28, 34, 48, 80):
         allowed = megabytes * 10**6
-        fitting = [c for c in search(lambda _: tracer, CPU, target("1GiB"), allowed) if c.peak_bytes <= allowed]
+        fitting = [c for c in search(tracers, CPU, target("1GiB"), allowed) if c.peak_bytes <= allowed]
         seconds.append(fitting[0].step_seconds)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[-1]
@@ -61,7 +57,7 @@ def test_a_larger_budget_is_never_slower(tracer: Tracer):
 def test_the_fast_model_is_close_to_the_rehearsal(family: str):
     """It leaves out what lives beside the blocks: rotary tables, masks and the embedding's own output."""
     workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
-    found = search(partial(Tracer, workload, CPU), CPU, target("1GiB"), 10**9)
+    found = search(Tracers(workload, CPU, OptimizerVariant()), CPU, target("1GiB"), 10**9)
     for candidate in found[:: max(1, len(found) // 10)]:
         exact = rehearse(workload, candidate.strategy, CPU)
         assert candidate.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03), candidate.strategy
@@ -132,3 +128,47 @@ def test_a_device_leaves_a_larger_margin_than_the_host():
 def test_micro_batches_are_powers_of_two_and_the_whole_step():
     assert micro_batch_sizes(1) == [1]
     assert micro_batch_sizes(12) == [1, 2, 4, 8, 12]
+
+
+CHANGES = {"precision": "bf16", "may_change": frozenset({"optimizer"})}
+
+
+def test_the_optimizer_changes_only_where_it_may():
+    tight = "16MiB"
+    assert not choose(LLAMA, CPU, target(tight, precision="bf16")).fits
+    plan = choose(LLAMA, CPU, target(tight, **CHANGES))
+    assert plan.fits
+    assert plan.strategy.optimizer != OptimizerVariant()
+    assert any("bytes a parameter" in note for note in plan.notes)
+    measured = measure(LLAMA, plan.strategy, accelerator("cpu"), steps=0)
+    assert plan.predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+def test_a_lossy_variant_must_be_a_tenth_faster():
+    """With room for fp32 AdamW, eight bits and rounding by chance are seen, and lose."""
+    plan = choose(LLAMA, CPU, target("4GiB", **CHANGES))
+    assert accuracy_of(plan.strategy.optimizer, plan.strategy.precision) == "rounding"
+    found = search(Tracers(LLAMA, CPU, OptimizerVariant()), CPU, target("4GiB", **CHANGES), 2**32)
+    assert {c.weight for c in found} == {1.0, MUST_WIN["rounding"], MUST_WIN["lossy"]}
+    assert found == sorted(found, key=lambda c: (c.weighed_seconds, c.peak_bytes))
+
+
+def test_an_update_in_backward_is_found_where_nothing_is_clipped():
+    smallest = {
+        clips: choose(LLAMA, CPU, target("1MiB", **CHANGES), max_grad_norm=1.0 if clips else None)
+        for clips in (True, False)
+    }
+    assert smallest[True].strategy.optimizer.update == "step"
+    assert smallest[False].predicted.peak_bytes <= smallest[True].predicted.peak_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_fast_model_is_close_for_every_variant(precision: str):
+    wanted = target("1GiB", precision=precision, may_change=frozenset({"optimizer"}))
+    found = search(Tracers(LLAMA, CPU, OptimizerVariant()), CPU, wanted, 10**9, clips=False)
+    by_variant = {candidate.strategy.optimizer: candidate for candidate in found}
+    assert len(by_variant) >= (4 if precision == "fp32" else 16)
+    for candidate in by_variant.values():
+        exact = rehearse(LLAMA, candidate.strategy, CPU, max_grad_norm=None)
+        # Temporaries of one piece of an update are not in the table.
+        assert candidate.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.12), candidate.strategy

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.search import Candidate, search
 from trainfit.plan.target import Target
+from trainfit.plan.variants import Tracers
 from trainfit.profile import OptimizerVariant, Profile
 from trainfit.rehearsal.rehearse import rehearse
-from trainfit.rehearsal.trace import ModelTrace, Tracer
-from trainfit.step.strategy import Strategy, describe_strategy, parse_tiers
+from trainfit.step.strategy import Strategy, describe_strategy, describe_variant, parse_tiers
+from trainfit.techniques.optimizer import ACCURACY_WORDS, accuracy_of, bytes_per_parameter
 from trainfit.units import format_bytes
 from trainfit.workload import Workload
 
@@ -43,15 +43,9 @@ def choose(
         )
     allowed = target.allowed_bytes(hardware.spec.kind)
     on_progress("tracing one block")
-    tracers: dict[OptimizerVariant, Tracer] = {}
-    traces: dict[tuple[Any, ...], ModelTrace] = {}
-
-    def tracer_of(variant: OptimizerVariant) -> Tracer:
-        if variant not in tracers:
-            tracers[variant] = Tracer(workload, hardware, variant, traces=traces)
-        return tracers[variant]
-
-    found = search(tracer_of, hardware, target, allowed, clips=max_grad_norm is not None)
+    found = search(
+        Tracers(workload, hardware, target.optimizer), hardware, target, allowed, clips=max_grad_norm is not None
+    )
     if not found:
         raise _too_few_micro_batches(target)
 
@@ -59,7 +53,7 @@ def choose(
         on_progress(f"rehearsing {describe_strategy(strategy)}")
         return rehearse(workload, strategy, hardware, max_grad_norm=max_grad_norm)
 
-    plain = _plain(len(tracer_of(target.optimizer).facts.structures), target, exact)
+    plain = _plain(len(workload.anatomy().blocks), target, exact)
     chosen, profile, rehearsed = _rehearse_best(found, allowed, exact)
     fits = profile.peak_bytes <= allowed
     return Plan(
@@ -72,7 +66,7 @@ def choose(
         plain=plain,
         alternatives=tuple(_alternatives(found, rehearsed, chosen, profile, allowed)),
         reason=_why(chosen, profile, plain, allowed) if fits else _why_not(profile, target, hardware),
-        notes=_notes(target),
+        notes=(*_notes(target), *_accuracy_note(target, chosen.strategy)),
     )
 
 
@@ -154,17 +148,28 @@ def _alternatives(
         tiers = set(candidate.strategy.tiers)
         if len(tiers) == 1 and (candidate.peak_bytes <= allowed or tiers == {"keep"}):
             uniform.setdefault(min(tiers), candidate)
-    losers = [candidate for candidate in found if candidate.strategy in rehearsed] + list(uniform.values())
+    # Of each other way to keep weights and states the best that should fit, or else the best of all.
+    variants: dict[object, Candidate] = {}
+    for fits in (True, False):
+        for candidate in found:
+            if candidate.strategy.optimizer != chosen.strategy.optimizer and (candidate.peak_bytes <= allowed) is fits:
+                variants.setdefault(candidate.strategy.optimizer, candidate)
+    known = [candidate for candidate in found if candidate.strategy in rehearsed]
+    losers = [*known, *variants.values(), *uniform.values()]
     for candidate in dict.fromkeys(losers):
         if candidate.strategy == chosen.strategy:
             continue
-        known = rehearsed.get(candidate.strategy)
-        peak = known.peak_bytes if known else candidate.peak_bytes
+        seen = rehearsed.get(candidate.strategy)
+        peak = seen.peak_bytes if seen else candidate.peak_bytes
         # The fast model's seconds, brought to the rehearsal's scale by the candidate whose both figures are known.
         scale = profile.step_seconds / chosen.step_seconds if chosen.step_seconds else 1.0
-        seconds = known.step_seconds if known else candidate.step_seconds * scale
+        seconds = seen.step_seconds if seen else candidate.step_seconds * scale
         why = _why_lost(peak, seconds, allowed, profile.step_seconds)
-        yield Alternative(candidate.strategy, peak, seconds, known is not None, why)
+        if peak <= allowed and seconds < profile.step_seconds and candidate.weight > chosen.weight:
+            strategy = candidate.strategy
+            gain = 1 - seconds / profile.step_seconds
+            why = f"{gain:.1%} faster, too little for what is {accuracy_of(strategy.optimizer, strategy.precision)}"
+        yield Alternative(candidate.strategy, peak, seconds, seen is not None, why)
 
 
 def _why_lost(peak: int, seconds: float, allowed: int, best_seconds: float) -> str:
@@ -198,6 +203,18 @@ def _why_not(profile: Profile, target: Target, hardware: Hardware) -> str:
         f"({format_bytes(states)} of it parameters, gradients and optimizer states), "
         f"{format_bytes(profile.peak_bytes - allowed)} more than the {format_bytes(allowed)} allowed of a budget of "
         f"{format_bytes(target.budget_bytes)}; {remedy}"
+    )
+
+
+def _accuracy_note(target: Target, strategy: Strategy) -> tuple[str, ...]:
+    """What a change of precision or optimizer does to what is learnt."""
+    changed = (strategy.optimizer, strategy.precision) != (target.optimizer, target.precision)
+    if not changed:
+        return ()
+    size = bytes_per_parameter(strategy.optimizer).total
+    what = ", ".join([strategy.precision, *describe_variant(strategy.optimizer)])
+    return (
+        f"{what}: {size:.1f} bytes a parameter, {ACCURACY_WORDS[accuracy_of(strategy.optimizer, strategy.precision)]}",
     )
 
 

@@ -69,8 +69,14 @@ class BlockTable:
 
     @classmethod
     def of(
-        cls, structures: Sequence[int], traces: Mapping[tuple[int, Tier], BlockTrace], shares: Shares | None = None
+        cls,
+        structures: Sequence[int],
+        traces: Mapping[tuple[int, Tier], BlockTrace],
+        shares: Shares | None = None,
+        *,
+        gradients: float = 1.0,
     ) -> BlockTable:
+        """gradients: what those that stay take, over what was traced."""
         shares = shares or Shares()
         rows = [[traces[structure, tier] for structure in structures] for tier in TIERS]
 
@@ -82,7 +88,7 @@ class BlockTable:
             integers("saved_bytes") // shares.activations,
             integers("forward_peak_bytes") // shares.activations,
             integers("backward_peak_bytes") // shares.activations,
-            integers("gradient_bytes") // shares.gradients,
+            (integers("gradient_bytes") * gradients).astype(np.int64) // shares.gradients,
             np.array(seconds, dtype=np.float64) / shares.compute,
         )
 

@@ -1,14 +1,8 @@
-"""The search, by the fast model: every micro batch, precision, optimizer, number of chunks and split of blocks.
-
-NOTE [ What accuracy is worth ]
-Where a target lets the optimizer change, a variant that rounds more, or loses more, must be faster for it: candidates
-are ordered by their seconds times MUST_WIN of what they do to what is learnt. What the target asks for is taken as it
-is. So eight-bit moments are chosen where nothing more exact fits, or where what they free makes a step a tenth faster.
-"""
+"""The search, by the fast model: every micro batch, precision, optimizer, number of chunks and split of blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -18,11 +12,11 @@ from trainfit.hardware import Hardware
 from trainfit.plan.cost import BlockTable, Floats, Integers, peak_bytes, step_seconds
 from trainfit.plan.layout import resident_of, shares_of
 from trainfit.plan.target import Target
-from trainfit.profile import TIERS, Accuracy, Layout, OptimizerVariant, Precision, Tier, WeightStorage
+from trainfit.plan.variants import Tracers, facts_of, gradient_share, variants_for, weight_of
+from trainfit.profile import TIERS, Layout, OptimizerVariant, Precision, Tier
 from trainfit.rehearsal.trace import ModelFacts, Tracer
 from trainfit.step.strategy import Strategy
 from trainfit.techniques.chunked_loss import auto_chunks
-from trainfit.techniques.optimizer import accuracy_of
 
 # From the least kept to the most. Early blocks keep less: their recompute runs when the logits are gone
 # and most of what was saved is freed, while the last blocks' would come on top of everything.
@@ -30,14 +24,9 @@ _SMALLEST_FIRST: tuple[Tier, ...] = ("full", "attention", "pointwise", "keep")
 _ID_BYTES = 16  # a token's input id and label
 
 
-MUST_WIN: Mapping[Accuracy, float] = {"exact": 1.0, "rounding": 1.02, "lossy": 1.1}
-
-Tracers = Callable[[OptimizerVariant], Tracer]
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with the fast model's figures. weight: see NOTE [ What accuracy is worth ]."""
+    """A strategy with the fast model's figures. weight: see NOTE [ What accuracy is worth ] in variants.py."""
 
     strategy: Strategy
     peak_bytes: int
@@ -50,7 +39,7 @@ class Candidate:
 
 
 def search(
-    tracer_of: Tracers, hardware: Hardware, target: Target, allowed_bytes: int, *, clips: bool = True
+    tracers: Tracers, hardware: Hardware, target: Target, allowed_bytes: int, *, clips: bool = True
 ) -> list[Candidate]:
     """Candidates, the best first. Micro batches grow until not even the smallest strategy fits.
 
@@ -61,10 +50,10 @@ def search(
     """
     found: list[Candidate] = []
     for layout in target.layouts:
-        for precision, variant in _variants(hardware, target, layout, clips=clips):
-            tracer = tracer_of(variant)
+        for precision, variant in variants_for(hardware, target, layout, clips=clips):
+            tracer = tracers.of(variant)
             for micro_batch_size in micro_batch_sizes(target.sequences_per_rank(layout)):
-                batch = list(candidates(tracer, hardware, target, layout, micro_batch_size, precision))
+                batch = list(candidates(tracer, hardware, target, layout, micro_batch_size, precision, variant))
                 found += batch
                 if batch and min(candidate.peak_bytes for candidate in batch) > allowed_bytes:
                     break
@@ -78,19 +67,25 @@ def candidates(
     layout: Layout,
     micro_batch_size: int,
     precision: Precision,
+    variant: OptimizerVariant | None = None,
 ) -> Iterator[Candidate]:
-    """The best assignments of tiers for every number of chunks at one micro batch."""
-    facts, sequences = tracer.facts, target.sequences_per_rank(layout)
+    """The best assignments of tiers for every number of chunks at one micro batch.
+
+    variant: another than the tracer's, with weights of the same dtype.
+    """
+    variant = variant or tracer.variant
+    facts, sequences = facts_of(tracer, variant), target.sequences_per_rank(layout)
     accumulation_steps = -(-sequences // micro_batch_size)
     if layout.mesh.pipeline > 1 and not layout.pipeline.fits(accumulation_steps, layout.mesh.pipeline):
         return  # stages would wait for each other
-    if tracer.variant.update == "backward" and accumulation_steps > 1:
+    if variant.update == "backward" and accumulation_steps > 1:
         return  # each micro batch would be a step
-    weight = _weight(target, precision, tracer.variant)
+    weight = weight_of(target, precision, variant)
+    gradients = gradient_share(tracer.variant, variant)
     chunks = chunk_counts(facts, micro_batch_size * target.seq_len)
     accumulates = accumulation_steps > 1
     trace = tracer.trace(micro_batch_size, precision, chunks, accumulates=accumulates)
-    table = BlockTable.of(facts.structures, trace.blocks, shares_of(layout))
+    table = BlockTable.of(facts.structures, trace.blocks, shares_of(layout), gradients=gradients)
     tiers = tier_splits(len(facts.structures))
     resident = resident_of(
         facts,
@@ -102,6 +97,7 @@ def candidates(
     )
     for loss_chunks in chunks:
         shell = trace.shell[loss_chunks]
+        shell = replace(shell, gradient_bytes=int(shell.gradient_bytes * gradients))
         peaks = peak_bytes(resident, table, tiers, shell)
         seconds = step_seconds(resident, table, tiers, shell, micro_batches=sequences / micro_batch_size)
         for row in unbeaten(peaks, seconds):
@@ -112,7 +108,7 @@ def candidates(
                 precision,
                 names,
                 loss_chunks,
-                tracer.variant,
+                variant,
                 target.cast if precision != "fp32" else "operator",
                 target.loss_scale if precision == "fp16" else None,
                 target.frozen_weights,
@@ -159,53 +155,3 @@ def tier_splits(num_blocks: int) -> Integers:
             lengths = np.diff((0, *cuts, num_blocks))
             rows += [np.repeat(tiers, lengths) for tiers in combinations(order, runs)]
     return np.array(rows, dtype=np.int64)
-
-
-def _variants(
-    hardware: Hardware, target: Target, layout: Layout, *, clips: bool
-) -> list[tuple[Precision, OptimizerVariant]]:
-    """What the target asks for, then what it allows."""
-    asked = target.optimizer
-    found = [(target.precision, asked)]
-    precisions: list[Precision] = [target.precision]
-    if "precision" in target.may_change and target.precision == "fp32" and hardware.supports("bf16"):
-        precisions.append("bf16")
-        found.append(("bf16", asked))
-    if "optimizer" in target.may_change:
-        found += [
-            (precision, variant)
-            for precision in precisions
-            for variant in variants_of(asked, precision, layout, on_host=hardware.is_host, clips=clips)
-        ]
-    return list(dict.fromkeys(found))
-
-
-def variants_of(
-    asked: OptimizerVariant, precision: Precision, layout: Layout, *, on_host: bool, clips: bool
-) -> list[OptimizerVariant]:
-    """Variants that save memory against the one that was asked for, as far as they work under a layout.
-
-    on_host: whether the device computes in host memory, so that nothing is gained by moving states there.
-    """
-    if asked.kind != "adamw":
-        return []
-    kept = [asked]
-    if precision == "bf16" and asked.weights == "fp32":
-        halves: tuple[WeightStorage, ...] = ("bf16_residual", "bf16_stochastic")
-        kept += [replace(asked, weights=weights, gradients=sums) for weights in halves for sums in ("fp32", "half")]
-    if asked.states == "fp32":
-        kept += [replace(variant, states="int8") for variant in list(kept)]
-    if not clips and layout.mesh.replicate == 1 and asked.update == "step" and precision != "fp16":
-        kept += [replace(variant, update="backward") for variant in list(kept)]
-    if not on_host and asked.place == "device":
-        kept += [replace(asked, place="host")]
-        if precision == "bf16" and asked.weights == "fp32":
-            kept += [replace(asked, weights="bf16_master", gradients="half", place="host")]
-    return kept[1:]
-
-
-def _weight(target: Target, precision: Precision, variant: OptimizerVariant) -> float:
-    """See NOTE [ What accuracy is worth ]."""
-    if (precision, variant) == (target.precision, target.optimizer):
-        return 1.0
-    return MUST_WIN[accuracy_of(variant, precision)]

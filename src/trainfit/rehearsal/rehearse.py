@@ -70,7 +70,8 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) 
     if strategy.mesh.size == 1:
         if steps > 1:
             for parameter in step.model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         return watch_step(step, [full_micro_batch(workload, strategy)], hardware, waiting=steps - 1)
     all_run = strategy.mesh.pipeline > 1
     running = steps if all_run else min(steps, 3)

@@ -42,11 +42,13 @@ class ModelTrace:
 class ModelFacts:
     """What does not depend on the batch: sizes in bytes; structures has one entry per block.
 
+    num_trained: parameters that train, tied ones once.
     gradient_bytes: of all of them before the update; 0 where each goes as soon as it is there.
     update_peak_bytes, optimizer_seconds: temporaries and time of the update.
     """
 
     structures: tuple[int, ...]
+    num_trained: int
     parameter_bytes: int
     block_bytes: int  # of all blocks' parameters
     largest_block_bytes: int
@@ -67,14 +69,11 @@ class Tracer:
         workload: Workload,
         hardware: Hardware,
         variant: OptimizerVariant | None = None,
-        *,
-        traces: dict[tuple[Any, ...], ModelTrace] | None = None,
     ) -> None:
-        """traces: of other variants of this workload on this hardware, which share what looks alike."""
         self.workload, self.hardware = workload, hardware
         self.variant = variant or OptimizerVariant()
         self._cost = operator_cost(hardware)
-        self._traces: dict[tuple[Any, ...], ModelTrace] = {} if traces is None else traces
+        self._traces: dict[tuple[Any, ...], ModelTrace] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}  # of earlier micro batches
         self._tuples = False  # whether blocks return tuples; known after the first one has run
         with fake_tensors() as self._mode, model_errors():
@@ -89,18 +88,10 @@ class Tracer:
 
         accumulates: parameters hold the gradients of earlier micro batches already. The same call is traced once.
         """
-        settings = (micro_batch_size, precision, tuple(chunks), accumulates)
-        key = (*settings, self._looks())
+        key = (micro_batch_size, precision, tuple(chunks), accumulates)
         if key not in self._traces:
-            self._traces[key] = self._trace(*settings)
+            self._traces[key] = self._trace(*key)
         return self._traces[key]
-
-    def _looks(self) -> tuple[Any, ...]:
-        """All of the variant that a micro batch can tell: dtypes of weights and gradients, and updates in backward."""
-        if self._build.updates_in_backward:
-            return (self.variant,)
-        dtypes = {(p.dtype, p.grad_dtype) for p in self._build.model.parameters() if p.requires_grad}
-        return (frozenset(dtypes),)
 
     def _trace(
         self, micro_batch_size: int, precision: Precision, chunks: Iterable[int], accumulates: bool
@@ -126,6 +117,7 @@ class Tracer:
         hidden = next((_hidden(inputs) for _, inputs in captured.values()), None)
         return ModelFacts(
             structures=build.anatomy.structures,
+            num_trained=sum(p.numel() for p in build.model.parameters() if p.requires_grad),
             parameter_bytes=storage_bytes([*build.model.parameters(), *build.model.buffers()]),
             block_bytes=sum(blocks),
             largest_block_bytes=max(blocks, default=0),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainfit.hardware.host import HOST_BYTES_PER_SECOND
 from trainfit.hardware.host_scope import is_on_host
 from trainfit.profile import CATEGORIES, Category, Phase, Profile
 from trainfit.rehearsal.collectives import call_of, tally
@@ -137,7 +138,7 @@ class StorageTracker(TorchDispatchMode):
         if func is _DEVICE or self._looks_away:
             return func(*args, **kwargs)
         if is_on_host():
-            return fake_result(func, args, kwargs)  # takes the device neither bytes nor time
+            return self._runs_on_host(func, args, kwargs)
         if func is _READ and self.phase == "optimizer" and getattr(args[0], "constant", None) is None:
             return 1.0  # a norm that the update scales by: no size depends on it
         if any(map(leaves_to_its_handler, types)):
@@ -153,6 +154,14 @@ class StorageTracker(TorchDispatchMode):
         if self.inside_operators and (num_bytes := temporary_bytes(func, args)):
             self._passing(num_bytes)
         self._takes_time(func, args, kwargs, output)
+        return output
+
+    def _runs_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """It takes the device no bytes, but its time: it waits."""
+        output = fake_result(func, args, kwargs)
+        if self.cost is not None:
+            host = replace(self.cost, bytes_per_second=HOST_BYTES_PER_SECOND, launch_seconds=0.0)
+            self.clock.runs(self.phase, func._schema.name, (), host.seconds(func, args, kwargs, output))
         return output
 
     def _name_by_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ The first step then needs no more memory than the second.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -151,9 +151,12 @@ def store_weights(
     parts: dict[int, dict[str, Tensor]] = {}
 
     def halved(tensor: Tensor) -> Tensor:
-        # A tied parameter comes by once for each of its names.
-        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or id(tensor) in parts:
+        if not isinstance(tensor, nn.Parameter):
             return tensor
+        # A tied parameter comes by once for each of its names. What stays is given back as another tensor: modules may
+        # swap the two, which one that something has a weak reference to does not allow.
+        if not tensor.requires_grad or id(tensor) in parts:
+            return tensor.detach()
         half, parts[id(tensor)] = _split(tensor, weights)
         return half
 
@@ -212,13 +215,21 @@ def _update(optimizer: weakref.ref[StoredAdamW], index: int, parameter: Any) -> 
         parameter.grad = None
 
 
+ACCURACY_WORDS: Mapping[Accuracy, str] = {
+    "exact": "exact: the same updates as plain fp32 AdamW",
+    "rounding": "rounding only: single results have 16 bits, sums over steps have 32",
+    "lossy": "lossy: weights or moments have fewer bits than fp32 from step to step",
+}
+
+
 def accuracy_of(variant: OptimizerVariant, precision: Precision) -> Accuracy:
     """What a variant does to what is learnt.
 
-    "exact": fp32 AdamW on fp32 weights, wherever and whenever it runs. "rounding": some results are rounded to 16 bits,
-    once or without bias, and the method is the same. "lossy": moments in less than fp32, or another method.
+    "exact": fp32 AdamW on fp32 weights, wherever and whenever it runs. "rounding": results are rounded to 16 bits, but
+    what adds up over steps is not. "lossy": weights or moments have less than fp32 from step to step, or the method is
+    another.
     """
-    if variant.kind != "adamw" or variant.states != "fp32":
+    if variant.kind != "adamw" or variant.states != "fp32" or variant.weights == "bf16_stochastic":
         return "lossy"
     if precision != "fp32" or variant.gradients == "half":
         return "rounding"

@@ -215,7 +215,7 @@ def _origin(error: BaseException) -> BaseException:
 def _add_from(peer: int, group: dist.ProcessGroup, parameter: nn.Parameter) -> None:
     """Add the other side's gradient to this one's, as the other side does. Takes a buffer of its size meanwhile."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     mine = local_part(parameter.grad)
     theirs = torch.empty_like(mine)
     pair = [

@@ -63,7 +63,7 @@ class ReplicaSync:
         gradients = []
         for parameter in self._buckets[self._next]:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             gradients.append(local_part(parameter.grad))
         self._next += 1
         self._works.append(self.group.allreduce_coalesced(gradients))

@@ -1,0 +1,123 @@
+"""What a plan may do with precision and optimizer, and the fast model's figures of it.
+
+NOTE [ What accuracy is worth ]
+Where a target lets the optimizer change, a variant that rounds more, or loses more, must be faster for it: candidates
+are ordered by their seconds times MUST_WIN of what they do to what is learnt. What the target asks for is taken as it
+is. So eight-bit moments are chosen where nothing more exact fits, or where what they free makes a step a tenth faster.
+
+NOTE [ One trace for many variants ]
+A micro batch can tell two variants apart by the dtype of weights and the bytes of gradients only. So there is one
+traced model for weights as they were asked for and one for half ones; other variants' bytes are a table's, times the
+number of parameters. That is for the order of candidates: those that may win are rehearsed as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from trainfit.hardware import Hardware
+from trainfit.hardware.host import HOST_BYTES_PER_SECOND
+from trainfit.plan.target import Target
+from trainfit.profile import Accuracy, Layout, OptimizerVariant, Precision, WeightStorage
+from trainfit.rehearsal.trace import ModelFacts, Tracer
+from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, is_stored
+from trainfit.workload import Workload
+
+MUST_WIN: Mapping[Accuracy, float] = {"exact": 1.0, "rounding": 1.02, "lossy": 1.1}
+
+_PIECE_TRAFFIC = 48  # bytes a parameter: what is stored is read as fp32, updated and written back
+
+
+class Tracers:
+    """See NOTE [ One trace for many variants ]."""
+
+    def __init__(self, workload: Workload, hardware: Hardware, asked: OptimizerVariant) -> None:
+        self.workload, self.hardware, self.asked = workload, hardware, asked
+        self._made: dict[OptimizerVariant, Tracer] = {}
+
+    def of(self, variant: OptimizerVariant) -> Tracer:
+        """The tracer whose weights are of the variant's dtype."""
+        is_half = variant.weights != "fp32"
+        traced = self.asked if is_half == (self.asked.weights != "fp32") else OptimizerVariant(weights="bf16_residual")
+        if traced not in self._made:
+            self._made[traced] = Tracer(self.workload, self.hardware, traced)
+        return self._made[traced]
+
+
+def facts_of(tracer: Tracer, variant: OptimizerVariant) -> ModelFacts:
+    """The tracer's facts with another variant's bytes, and the time of its update, roughly."""
+    facts = tracer.facts
+    if variant == tracer.variant:
+        return facts
+    old, new = bytes_per_parameter(tracer.variant), bytes_per_parameter(variant)
+    kept, before = new.beside + new.moments, old.beside + old.moments
+    if variant.place == "host":
+        traffic, rate = 28.0 + _PIECE_TRAFFIC * (variant.states != "fp32"), HOST_BYTES_PER_SECOND
+    else:
+        stored = _PIECE_TRAFFIC if is_stored(variant) else 0
+        traffic = 2 * (new.weights + kept) + new.gradients + stored
+        rate = tracer.hardware.spec.memory_bandwidth.value
+    clipping = 3 * new.gradients / tracer.hardware.spec.memory_bandwidth.value
+    return replace(
+        facts,
+        optimizer_bytes=max(0, facts.optimizer_bytes + int((kept - before) * facts.num_trained)),
+        gradient_bytes=int(new.gradients * facts.num_trained),
+        optimizer_seconds=facts.num_trained * (traffic / rate + clipping),
+    )
+
+
+def gradient_share(traced: OptimizerVariant, variant: OptimizerVariant) -> float:
+    """The bytes of a variant's gradients over those that were traced."""
+    old = bytes_per_parameter(traced).gradients
+    return bytes_per_parameter(variant).gradients / old if old else 1.0
+
+
+def variants_for(
+    hardware: Hardware, target: Target, layout: Layout, *, clips: bool
+) -> list[tuple[Precision, OptimizerVariant]]:
+    """What the target asks for, then what it allows."""
+    asked = target.optimizer
+    found = [(target.precision, asked)]
+    precisions: list[Precision] = [target.precision]
+    if "precision" in target.may_change and target.precision == "fp32" and hardware.supports("bf16"):
+        precisions.append("bf16")
+        found.append(("bf16", asked))
+    if "optimizer" in target.may_change:
+        found += [
+            (precision, variant)
+            for precision in precisions
+            for variant in variants_of(asked, precision, layout, on_host=hardware.is_host, clips=clips)
+        ]
+    return list(dict.fromkeys(found))
+
+
+def variants_of(
+    asked: OptimizerVariant, precision: Precision, layout: Layout, *, on_host: bool, clips: bool
+) -> list[OptimizerVariant]:
+    """Variants that save memory against the one that was asked for, as far as they work under a layout.
+
+    on_host: whether the device computes in host memory, so that nothing is gained by moving states there.
+    """
+    if asked.kind != "adamw":
+        return []
+    kept = [asked]
+    if precision == "bf16" and asked.weights == "fp32":
+        halves: tuple[WeightStorage, ...] = ("bf16_residual", "bf16_stochastic")
+        kept += [replace(asked, weights=weights, gradients=sums) for weights in halves for sums in ("fp32", "half")]
+    if asked.states == "fp32":
+        kept += [replace(variant, states="int8") for variant in list(kept)]
+    if not clips and layout.mesh.replicate == 1 and asked.update == "step" and precision != "fp16":
+        kept += [replace(variant, update="backward") for variant in list(kept)]
+    if not on_host and asked.place == "device":
+        kept += [replace(asked, place="host")]
+        if precision == "bf16" and asked.weights == "fp32":
+            kept += [replace(asked, weights="bf16_master", gradients="half", place="host")]
+    return kept[1:]
+
+
+def weight_of(target: Target, precision: Precision, variant: OptimizerVariant) -> float:
+    """See NOTE [ What accuracy is worth ]."""
+    if (precision, variant) == (target.precision, target.optimizer):
+        return 1.0
+    return MUST_WIN[accuracy_of(variant, precision)]
