@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import accelerator
-from trainfit.profile import LossScale
+from trainfit.profile import LossScale, OptimizerVariant
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.techniques.block_scales import ScaleBook
-from trainfit.workload import MicroBatch, workload_from_module
+from trainfit.workload import MicroBatch, workload_from_config, workload_from_module
 
 CPU = accelerator("cpu")
 
@@ -165,6 +165,32 @@ def test_fp16_parameters_are_refused_with_their_names():
     for part in (module[0], module[2]):
         part.requires_grad_(False)
     build(module)  # what does not train has no gradient
+
+
+@pytest.mark.parametrize("loss_chunks", [1, 3])
+@pytest.mark.parametrize("per_block", [False, True])
+def test_fp16_weights_with_fp32_masters_and_gradients_train_as_fp32_weights_do(loss_chunks: int, per_block: bool):
+    """What MP-01 asks for: half weights in the model, nothing half in the optimizer."""
+    workload = workload_from_config(
+        {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 24},
+        seq_len=24,
+        name="llama",
+    )  # fmt: skip
+    tokens = torch.randint(97, (2, 25), generator=torch.Generator().manual_seed(0))
+
+    def losses(weights: Any) -> list[float]:
+        torch.manual_seed(0)
+        scale = LossScale(per_block=per_block)
+        variant = OptimizerVariant(weights=weights)
+        strategy = Strategy(2, precision="fp16", loss_chunks=loss_chunks, loss_scale=scale, optimizer=variant)
+        step = build_step(workload, strategy, CPU)
+        results = [step([MicroBatch.of(tokens[:, :-1], tokens[:, 1:])]) for _ in range(5)]
+        assert {p.dtype for p in step.model.parameters()} == {torch.float32 if weights == "fp32" else torch.float16}
+        assert not any(result.skipped for result in results)
+        return [result.loss.item() for result in results]
+
+    assert losses("fp16_master") == pytest.approx(losses("fp32"), rel=1e-3)
 
 
 def test_fp32_and_bf16_have_no_scaling():
