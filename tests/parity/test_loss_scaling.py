@@ -46,11 +46,13 @@ def test_any_scales_of_blocks_give_the_gradients_of_plain_fp32_to_the_bit(family
     batch = random_batch(workload)
     expected = plain_gradients(make_model(workload).train(), batch)
     scales = [2.0**3, 2.0**-12, 2.0**20, 2.0**5, 2.0**30, 2.0**8]
-    if build(workload).anatomy.ties:
+    is_tied = bool(build(workload).anatomy.ties)
+    if is_tied:
         scales[-1] = scales[0]
     for activation in ("keep", "full", "pointwise"):
         step = scaled_in_fp32(workload, scales, activation)
         assert_equal_to_the_bit(planned_gradients(step, [batch]), expected)
+    assert step.scaling.book.tied == is_tied
     assert step.scaling._borders.largest[2] > 2.0**10  # scaled by 2**20 on the way
 
 
