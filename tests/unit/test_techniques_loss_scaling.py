@@ -14,6 +14,7 @@ from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import accelerator
 from trainfit.profile import LossScale, OptimizerVariant
 from trainfit.step import Strategy, TrainStep, build_step
+from trainfit.step.strategy import describe_strategy
 from trainfit.techniques.block_scales import ScaleBook
 from trainfit.workload import MicroBatch, workload_from_config, workload_from_module
 
@@ -268,6 +269,13 @@ def test_blocks_that_hand_on_more_than_hidden_states_are_refused():
         ModelError, match=r"per_block cannot scale between blocks: block 1 is not given what.*; leave it"
     ):
         build_step(workload, Strategy(1, precision="fp16", loss_scale=LossScale(per_block=True)), CPU)
+
+
+def test_a_strategy_says_that_it_scales_by_block():
+    assert "fp16 scaled by block" in describe_strategy(
+        Strategy(1, precision="fp16", loss_scale=LossScale(per_block=True))
+    )
+    assert "scaled" not in describe_strategy(Strategy(1, precision="fp16"))
 
 
 def test_factors_that_are_no_powers_of_two_are_refused():

@@ -297,9 +297,9 @@ def describe_strategy(strategy: Strategy) -> str:
     chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
     tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
     size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
-    return ", ".join(
-        [size, tiers, chunks, strategy.precision, *describe_variant(strategy.optimizer), *_describe_mesh(strategy)]
-    )
+    by_block = strategy.loss_scale is not None and strategy.loss_scale.per_block
+    precision = f"{strategy.precision} scaled by block" if by_block else strategy.precision
+    return ", ".join([size, tiers, chunks, precision, *describe_variant(strategy.optimizer), *_describe_mesh(strategy)])
 
 
 def describe_variant(variant: OptimizerVariant) -> list[str]:
