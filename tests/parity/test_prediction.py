@@ -8,6 +8,7 @@ from plain import CPU, random_batch, small_workload, tiny_workload
 from torch import Tensor, nn
 
 from trainfit.hardware import this_machine
+from trainfit.profile import LossScale
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, parse_tiers
 from trainfit.workload import Workload, workload_from_module
@@ -17,6 +18,8 @@ SETTINGS = {
     "pointwise-accumulated": ("pointwise", {"accumulation_steps": 3}),
     "full-chunked": ("full", {"loss_chunks": 4}),
     "mixed-bf16": ("2*full,2*pointwise", {"precision": "bf16", "loss_chunks": 4}),
+    "mixed-fp16": ("2*full,2*pointwise", {"precision": "fp16", "loss_chunks": 4}),
+    "fp16-by-block": ("keep", {"precision": "fp16", "loss_scale": LossScale(per_block=True)}),
 }
 
 

@@ -104,7 +104,10 @@ def test_bad_tiers_are_one_line(text: str, message: str):
         ({"tiers": ["full", "half"]}, "unknown activation tier 'half'"),
         ({"optimizer": {"kind": "sgd"}}, "unknown optimizer.kind 'sgd'"),
         ({"microbatch": 4}, "unknown strategy key 'microbatch'"),
-        ({"mesh": {"shard": 2}, "zero": {"stage": 2, "reduce_dtype": "fp16"}}, "reduce_dtype fp16 needs loss scaling"),
+        (
+            {"mesh": {"shard": 2}, "zero": {"stage": 2, "reduce_dtype": "fp16"}},
+            "reduce_dtype fp16 needs the loss scale of precision fp16",
+        ),
         (
             {"accumulation_steps": 2, "mesh": {"shard": 2}, "zero": {"stage": 1, "reduce_dtype": "bf16"}},
             "would also add up 2 micro batches",

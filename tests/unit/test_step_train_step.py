@@ -198,12 +198,6 @@ def test_without_clipping_no_norm_is_computed():
     assert norm > 0
 
 
-def test_fp16_runs_for_its_bytes_and_says_that_it_does_not_train():
-    step = build(Strategy(2, precision="fp16"))
-    assert "not for training" in step.notes[0]
-    assert torch.isfinite(step([batch()]).loss)
-
-
 def test_parameters_that_no_one_uses_stay_as_they_are():
     class WithSpare(Model):
         def __init__(self) -> None:

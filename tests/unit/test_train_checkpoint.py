@@ -66,10 +66,10 @@ def damage(path):
         (lambda path: (path / "checkpoint.json").unlink(), "has no checkpoint.json: not a trainfit checkpoint"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "cannot be read"),
         (lambda path: (path / "checkpoint.json").write_text("[]"), "not of format"),
-        (lambda path: edit_manifest(path, version=9), "format version 9, this trainfit reads version 2; upgrade"),
+        (lambda path: edit_manifest(path, version=9), "format version 9, this trainfit reads version 3; upgrade"),
         (
-            lambda path: edit_manifest(path, version=1),
-            "format version 1, this trainfit reads version 2; go on with the",
+            lambda path: edit_manifest(path, version=2),
+            "format version 2, this trainfit reads version 3; go on with the",
         ),
         (lambda path: edit_manifest(path, version=None), "is not of format"),
         (lambda path: edit_manifest(path, format="other"), "is not of format"),

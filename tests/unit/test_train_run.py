@@ -247,7 +247,7 @@ def test_run_folder_has_what_it_promises():
     assert json.loads(Path("run/summary.json").read_text())["held_out_loss"] == report.held_out_loss
     assert read_state(report.checkpoint).plan_hash == "abc"
     updates = [line for line in read_metrics(Path("run")) if "loss" in line]
-    keys = "step loss learning_rate gradient_norm tokens tokens_per_second step_seconds memory_bytes"
+    keys = "step loss learning_rate gradient_norm tokens tokens_per_second step_seconds memory_bytes loss_scale skipped"
     assert [set(line) for line in updates] == [set(keys.split())] * 6
     assert [line["step"] for line in updates] == [1, 2, 3, 4, 5, 6]
     assert [line["tokens"] for line in updates] == [64 * n for n in range(1, 7)]
@@ -391,3 +391,74 @@ def test_metrics_of_updates_to_be_redone_are_dropped():
         file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
     start(make_recipe(), resume=True)
     assert losses("run") == losses("whole")
+
+
+HALF = {"precision": "fp16", "loss_scale": {"init_scale": 2.0**40, "growth_interval": 3}}
+
+
+def in_half(recipe, **options):
+    scale = recipe.loss_scale.loss_scale()
+    return train(
+        recipe,
+        Strategy(2, 2, "fp16", ("keep", "keep"), loss_scale=scale),
+        recipe_workload(recipe),
+        CPU,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("per_block", [False, True])
+def test_an_fp16_run_goes_on_to_the_bit_with_its_scale(per_block: bool):
+    """MP-05. Begins with skips at 2**40, and is interrupted among them and after them."""
+    half = {**HALF, "loss_scale": {**HALF["loss_scale"], "per_block": per_block}}
+    in_half(make_recipe(run_folder="whole", steps=40, **half))
+    recipe = make_recipe(run_folder="parts", steps=40, **half)
+    in_half(recipe, on_event=stop_after(5))
+    assert read_state(list_checkpoints(Path("parts/checkpoints"))[-1]).loss_scaling["skips_in_a_row"] == 5
+    in_half(recipe, on_event=stop_after(33), resume=True)
+    report = in_half(recipe, resume=True)
+    assert report.steps == 40
+    assert 5 < report.skipped_steps < 33
+
+    def lines(folder):
+        keys = ("step", "loss", "loss_scale", "skipped", "learning_rate", "held_out_loss", "underflow_with_one")
+        return [tuple(line.get(key) for key in keys) for line in read_metrics(Path(folder))]
+
+    assert lines("parts") == lines("whole")
+    assert saved_bytes("parts") == saved_bytes("whole")
+    states = [read_state(list_checkpoints(Path(f"{name}/checkpoints"))[-1]) for name in ("parts", "whole")]
+    assert states[0].loss_scaling == states[1].loss_scaling
+    assert states[0].skipped_steps == report.skipped_steps
+    evaluated = [line for line in read_metrics(Path("whole")) if "held_out_loss" in line]
+    assert all(("underflow_with_blocks" in line) == per_block for line in evaluated)
+
+
+def test_the_schedule_stands_still_while_steps_are_skipped():
+    """GA-05: a warm-up of 10 takes 10 updates, however many were skipped before."""
+    recipe = make_recipe(steps=40, schedule={"warmup_steps": 10, "min_ratio": 0.5}, save={"every": 50}, **HALF)
+    report = in_half(recipe)
+    updates = [line for line in read_metrics(Path("run")) if "loss" in line]
+    first = next(index for index, line in enumerate(updates) if not line["skipped"])
+    assert report.skipped_steps >= first > 10
+    assert [line["learning_rate"] for line in updates[: first + 1]] == [1e-3] * (first + 1)
+    taken = [line["learning_rate"] for line in updates if not line["skipped"]]
+    assert taken[:10] == pytest.approx([1e-2 * (update + 1) / 10 for update in range(10)], rel=1e-12)
+    scales = [line["loss_scale"] for line in updates]
+    assert scales[:3] == [2.0**40, 2.0**39, 2.0**38]
+    assert len(taken) == 40 - report.skipped_steps
+    state = load_file(report.checkpoint / "optimizer.safetensors")
+    assert {value.item() for name, value in state.items() if name.startswith("step.")} == {len(taken)}
+
+
+def test_a_run_that_only_skips_ends_with_the_module_that_overflows(monkeypatch):
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    forward = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda self, hidden_states: forward(self, hidden_states) * 1e9)
+    recipe = make_recipe(precision="fp16", loss_scale={"max_skips": 3})
+    match = (
+        r"3 steps in a row overflowed and were skipped, the last at loss scale 16384, step 3: values of "
+        r"transformer\.h\.0\.mlp are the first that are not finite, in forward .*; set precision: bf16"
+    )
+    with pytest.raises(TrainfitError, match=match):
+        in_half(recipe)

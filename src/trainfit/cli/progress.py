@@ -116,8 +116,9 @@ class TrainingDisplay:
     def _draw_step(self, event: StepDone) -> None:
         self._pace.add(event)
         number = str(event.step).rjust(len(str(event.steps)))
+        loss = "skipped" if event.skipped else f"{event.loss:.3f}"
         facts = (
-            f"{number}/{event.steps}  loss [bold]{event.loss:.3f}[/]  {format_count(self._pace.speed)} tok/s"
+            f"{number}/{event.steps}  loss [bold]{loss}[/]  {format_count(self._pace.speed)} tok/s"
             f"  {self._memory}  {self._pace.time_left(event)}"
         )
         if self._task is not None:

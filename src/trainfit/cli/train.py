@@ -169,6 +169,8 @@ def _print_summary(report: TrainReport, comparison: Comparison | None, console: 
         ("time", f"{format_seconds(report.total_seconds)}, of it {format_seconds(report.seconds)} in training steps"),
         ("run folder", str(report.run_folder)),
     ]
+    if report.skipped_steps:
+        rows.insert(1, ("skipped", f"{report.skipped_steps} of {report.steps} steps overflowed in fp16"))
     console.print("", facts(rows))
 
 

@@ -79,6 +79,12 @@ class Ranks:
                 dist.all_reduce(values, group=group)
         return values
 
+    def max(self, values: Tensor) -> Tensor:
+        """The largest of values over all ranks of the run, in place; every rank asks."""
+        if self.mesh.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
     def gather_along(self, values: Tensor, *dims: MeshDim) -> Tensor:
         """(ranks along dims in order, *values.shape): what each of them has."""
         gathered = values.unsqueeze(0)

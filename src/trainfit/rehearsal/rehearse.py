@@ -202,7 +202,8 @@ def resident_parameters(step: TrainStep) -> list[Tensor]:
 
 
 def optimizer_states(step: TrainStep) -> list[Tensor]:
-    return states_on_device(step.optimizer)
+    """What stays on the device between steps beside the model: the optimizer's, and those of loss scaling."""
+    return states_on_device(step.optimizer) + ([] if step.scaling is None else step.scaling.tensors)
 
 
 def states_on_device(optimizer: Optimizer) -> list[Tensor]:

@@ -57,8 +57,11 @@ def verify(
     with device.device:
         model = workload.make_model()
     step = build_step(workload, strategy, device, max_grad_norm=None, model=copy.deepcopy(model))
-    plain = _PlainStep(workload, model.train(), device, strategy.precision)
-    tolerance = 0.0 if strategy.loss_chunks == 1 else _TOLERANCES[strategy.precision]
+    # In fp16 both sides have the scale that a run begins with.
+    scale = 1.0 if step.scaling is None else step.scaling.scale
+    plain = _PlainStep(workload, model.train(), device, strategy.precision, scale)
+    is_the_same = strategy.loss_chunks == 1 and not (strategy.loss_scale and strategy.loss_scale.per_block)
+    tolerance = 0.0 if is_the_same else _TOLERANCES[strategy.precision]
     loss_difference = gradient_difference = 0.0
     worst, bit_equal, losses = "", True, []
     for index in range(steps):
@@ -79,10 +82,13 @@ def verify(
 
 
 class _PlainStep:
-    """A loop as one writes it by hand."""
+    """A loop as one writes it by hand, with a fixed loss scale."""
 
-    def __init__(self, workload: Workload, model: nn.Module, device: Accelerator, precision: Precision) -> None:
+    def __init__(
+        self, workload: Workload, model: nn.Module, device: Accelerator, precision: Precision, scale: float
+    ) -> None:
         self.workload, self.model, self.device, self.precision = workload, model, device, precision
+        self.scale = scale
 
     def accumulate(self, window: list[MicroBatch]) -> float:
         num_tokens = sum(batch.num_tokens for batch in window)
@@ -91,8 +97,11 @@ class _PlainStep:
             with self.device.autocast(self.precision):
                 output = run_model(self.model, batch.inputs)
                 loss = self._summed(output, batch.labels) / num_tokens
-            loss.backward()
+            (loss * self.scale).backward()
             total += float(loss.detach())
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / self.scale)
         return total
 
     def _summed(self, output: Tensor, labels: Tensor) -> Tensor:

@@ -84,7 +84,9 @@ def _whole_loss(workload: Workload, model: nn.Module, split: HeadSplit | str) ->
         observe("forward")
         output = run_model(model, batch.inputs)
         observe("loss")
-        return loss(output, batch.labels) * scale
+        summed = loss(output, batch.labels)
+        # A loss that stayed in fp16 would overflow under its scale.
+        return (summed.float() if summed.dtype == torch.float16 else summed) * scale
 
     def of_split(batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
         assert isinstance(split, HeadSplit)

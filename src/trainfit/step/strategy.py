@@ -92,7 +92,7 @@ class Strategy:
         for dim, size in zip(MESH_DIMS, self.mesh.shape):
             if type(size) is not int or size < 1:
                 raise RecipeError(f"mesh.{dim} is {size!r}; it must be a whole number, at least 1")
-        _check_zero(self.zero, self.mesh, self.accumulation_steps)
+        _check_zero(self.zero, self.mesh, self.accumulation_steps, self.precision)
         if self.tensor.sequence and self.mesh.tensor == 1:
             raise RecipeError("tensor.sequence splits sequences over mesh.tensor, which is 1; set mesh.tensor too")
         if self.tensor.sequence and self.pipeline.stages_per_rank > 1:
@@ -217,7 +217,7 @@ def _check_casts(strategy: Strategy) -> None:
         )
 
 
-def _check_zero(zero: Zero, mesh: Mesh, accumulation_steps: int) -> None:
+def _check_zero(zero: Zero, mesh: Mesh, accumulation_steps: int, precision: Precision) -> None:
     if zero.stage not in (0, 1, 2, 3):
         raise RecipeError(f"zero.stage is {zero.stage!r}; it is 0, 1, 2 or 3")
     if zero.stage == 0 and mesh.shard > 1:
@@ -230,8 +230,10 @@ def _check_zero(zero: Zero, mesh: Mesh, accumulation_steps: int) -> None:
         raise RecipeError(f"zero.prefetch is {zero.prefetch!r}; give a number of blocks from 1 to 16")
     if zero.reduce_dtype not in PRECISIONS:
         raise RecipeError(f"unknown zero.reduce_dtype {zero.reduce_dtype!r}; one of {', '.join(PRECISIONS)}")
-    if zero.reduce_dtype == "fp16":
-        raise RecipeError("zero.reduce_dtype fp16 needs loss scaling, which is not here yet; use bf16 or fp32")
+    if zero.reduce_dtype == "fp16" and precision != "fp16":
+        raise RecipeError(
+            f"zero.reduce_dtype fp16 needs the loss scale of precision fp16, which is {precision}; use bf16 or fp32"
+        )
     adds_up = mesh.data > 1 and accumulation_steps > 1 and (mesh.replicate > 1 or not zero.reduces_each_micro_batch)
     if zero.stage and zero.reduce_dtype != "fp32" and adds_up:
         raise RecipeError(
@@ -295,9 +297,9 @@ def describe_strategy(strategy: Strategy) -> str:
     chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
     tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
     size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
-    return ", ".join(
-        [size, tiers, chunks, strategy.precision, *describe_variant(strategy.optimizer), *_describe_mesh(strategy)]
-    )
+    by_block = strategy.loss_scale is not None and strategy.loss_scale.per_block
+    precision = f"{strategy.precision} scaled by block" if by_block else strategy.precision
+    return ", ".join([size, tiers, chunks, precision, *describe_variant(strategy.optimizer), *_describe_mesh(strategy)])
 
 
 def describe_variant(variant: OptimizerVariant) -> list[str]:

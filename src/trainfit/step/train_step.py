@@ -26,18 +26,20 @@ class StepResult:
 
     loss: mean over the valid tokens of the whole window, 0-dim, detached.
     num_tokens: valid tokens of the window.
-    gradient_norm: before clipping; None where nothing is clipped.
-    skipped: the optimizer was not stepped.
+    gradient_norm: unscaled and before clipping; None where nothing is clipped.
+    skipped: a gradient was not finite on some rank, so the optimizer was not stepped; only with loss scaling.
+    loss_scale: that of this step; None without.
     """
 
     loss: Tensor
     num_tokens: int
     gradient_norm: Tensor | None
     skipped: bool = False
+    loss_scale: float | None = None
 
 
 class TrainStep:
-    """Micro batches, forward, backward, clip, update.
+    """Micro batches, forward, backward, unscale, clip, update or skip.
 
     The loss of every micro batch is divided by the valid tokens of the whole window, so that gradients equal those of
     one big batch for windows of any length and rows of any length.
@@ -53,6 +55,7 @@ class TrainStep:
         self.notes: tuple[str, ...] = tuple(build.notes)
         self.max_grad_norm = max_grad_norm
         self.observer: Observer = ignore_phase
+        self.accelerator = build.accelerator
         self._device = build.accelerator.device
         self._autocast = build.autocast
         self.root: nn.Module = build.root or build.model  # what is sharded as one; its modules are all that are
@@ -60,6 +63,7 @@ class TrainStep:
         self._evaluate = build.evaluate
         self._run_window = build.run_window  # no bound method: a step must die with its last reference
         self._sync = build.sync
+        self.scaling = build.scaling
         self.ranks: Ranks = build.ranks
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         elsewhere = {id(p) for name, p in self.model.named_parameters() if name in build.counted_elsewhere}
@@ -68,30 +72,50 @@ class TrainStep:
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One optimizer step. Raises DataError if no label in the window is valid."""
         try:
-            loss, num_tokens = self.accumulate(micro_batches)
+            scale = None if self.scaling is None else self.scaling.scale
+            loss, num_tokens = self._scaled_gradients(micro_batches)
             self._observe("optimizer")
+            if self.scaling is not None:
+                self.scaling.unscale(self.optimizer)
             norm = None
             if self.max_grad_norm is not None:
                 norm = clip_gradients(self._parameters, self.max_grad_norm, self.ranks, counted=self._counted)
-            self.optimizer.step()
+            skipped = self._update()
         except BaseException:
             # Half a window (out of memory, an interrupt) must not be added to the next one.
             self._sync.abandon()
             self.optimizer.zero_grad(set_to_none=True)
             raise
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, num_tokens, norm)
+        return StepResult(loss, num_tokens, norm, skipped, scale)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, int]:
         """Gradients of the window's mean token loss, added to what parameters hold. Returns loss and valid tokens.
 
-        The window is that of all ranks; each gives its own micro batches, as many as the others.
+        The window is that of all ranks; each gives its own micro batches, as many as the others. With loss scaling
+        parameters must hold none before, since the sum is unscaled.
         """
+        loss, num_tokens = self._scaled_gradients(micro_batches)
+        if self.scaling is not None:
+            self.scaling.unscale(self.optimizer)
+        return loss, num_tokens
+
+    def _scaled_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, int]:
+        """See NOTE [ One scale a window ] in techniques/loss_scaling.py."""
         num_tokens = self._count_tokens(micro_batches)
+        scale = 1.0 if self.scaling is None else self.scaling.begin()
         run_window = self._run_window or self._one_after_another
-        total = run_window(micro_batches, 1.0 / num_tokens, self.observer)
+        total = run_window(micro_batches, scale / num_tokens, self.observer)
         self._sync.finish()
-        return self.ranks.sum(total, "replicate", "shard"), num_tokens
+        loss = self.ranks.sum(total, "replicate", "shard")
+        return (loss if scale == 1.0 else loss / scale), num_tokens
+
+    def _update(self) -> bool:
+        """Step the optimizer, or skip. Whether it was skipped."""
+        if self.scaling is not None:
+            return self.scaling.step(self.optimizer)
+        self.optimizer.step()
+        return False
 
     def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
         counts = self.ranks.everyones([sum(batch.num_tokens for batch in micro_batches), len(micro_batches)])

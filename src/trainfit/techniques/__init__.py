@@ -4,6 +4,7 @@ from trainfit.techniques.activation import ActivationTiers
 from trainfit.techniques.base import Build, Observer, Stage, Technique
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss
+from trainfit.techniques.loss_scaling import LossScaling
 from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.techniques.pipeline import PipelineStages
 from trainfit.techniques.precision import MixedPrecision
@@ -19,6 +20,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     OptimizerStates(),
     ChunkedLoss(),
     MixedPrecision(),
+    LossScaling(),
 )
 
 __all__ = ["TECHNIQUES", "Build", "Observer", "Stage", "Technique"]

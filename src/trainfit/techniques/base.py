@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainfit.hardware import Accelerator, Ranks
-from trainfit.profile import Cast, Phase, Precision
+from trainfit.profile import Cast, LossScale, Phase, Precision
 from trainfit.workload import Anatomy, HeadSplit, Workload
 from trainfit.workload.batch import MicroBatch
 
@@ -45,6 +45,38 @@ class NoSync:
     def abandon(self) -> None: ...
 
 
+class Scaling(Protocol):
+    """Loss scaling of a step. See NOTE [ One scale a window ] in loss_scaling.py.
+
+    scale: that the next window's loss will have. tensors: that stay between steps.
+    """
+
+    kind: ClassVar[str]
+    setting: LossScale
+    skips_in_a_row: int
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+    def begin(self) -> float:
+        """A window begins: what its losses are multiplied by."""
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """After the last backward, once: true gradients, looked at on all ranks."""
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step or skip, and choose the next scale. Whether it was skipped."""
+
+    def state(self) -> dict[str, Any]:
+        """All that goes on in the next step, as plain numbers."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of state. Raises KeyError, TypeError or ValueError for another's."""
+
+
 class Stage(IntEnum):
     """When a technique is applied; the order is data."""
 
@@ -72,6 +104,7 @@ class Build:
     counted_elsewhere: parameters that another pipeline stage has too, and counts in the gradient norm.
     sync: what is done about other ranks' gradients.
     updates_in_backward: parameters are updated one by one, and hold no gradients after backward.
+    scaling: of the loss, where fp16 needs it.
     autocast: entered around forward and loss of every micro batch.
     notes: sentences for the user about what was chosen instead of what was asked.
     """
@@ -95,6 +128,7 @@ class Build:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     optimizer: Optimizer | None = None
     updates_in_backward: bool = False
+    scaling: Scaling | None = None
     notes: list[str] = field(default_factory=list)
 
     def forward(self, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:

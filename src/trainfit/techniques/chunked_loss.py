@@ -6,6 +6,13 @@ by the gradient of the loss. Live at any time are one piece of logits, the gradi
 head parameter. The scale meets products in fp32: put on logits in low precision, 1 / tokens would underflow.
 Source for the idea: arXiv:2411.09009.
 
+NOTE [ Half precision has a narrow range ]
+In fp16 a row of exp(logits), whose sum may be the size of the vocabulary, would overflow at its target, and 1 / sum is
+subnormal. So rows are multiplied by a power of two that puts their sum near 2**8: probabilities down to 2**-22 stay
+normal, and a product with the head's weights overflows only where these are above a hundred. The loss scale enters on
+the narrow side, so that the head's gradient is what it is with full logits: it underflows and overflows with the scale.
+fp32 and bf16 have range enough and are left as they are.
+
 NOTE [ The last word ]
 TrainStep calls backward() of a loss once and as it is: the gradient of the loss is 1. Told so, backward multiplies
 nothing, and where earlier micro batches left a gradient of the head, forward adds to it: a buffer of its own would take
@@ -15,6 +22,7 @@ they are to see this micro batch's gradient; hooks after accumulation see what t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -212,6 +220,10 @@ def _linear_piece(head: nn.Linear, hidden: Tensor, scale: float) -> PieceFunctio
             # the -1 at the target is put in before any rounding to a low precision.
             exponentials.scatter_add_(1, target, -total)
             row_scale = torch.where(valid.unsqueeze(1), 1.0 / total, 0.0)
+            if dtype == torch.float16:
+                power = _into_half_range(total, scale)
+                exponentials.mul_(power)
+                row_scale.div_(power)
             logits_gradient = exponentials.to(dtype)
             if hidden_gradient is not None:
                 _row_scaled_mm(logits_gradient, weight, row_scale * scale, hidden_gradient)
@@ -219,6 +231,14 @@ def _linear_piece(head: nn.Linear, hidden: Tensor, scale: float) -> PieceFunctio
         return loss
 
     return piece
+
+
+def _into_half_range(total: Tensor, scale: float) -> Tensor:
+    """Powers of two for rows that add up to total. See NOTE [ Half precision has a narrow range ]."""
+    _, exponent = torch.frexp(total)
+    # Below 1 the scale itself makes the narrow side small: it gets half of the way back.
+    room = 8 + min(0, math.frexp(scale)[1] // 2)
+    return torch.ldexp(torch.ones_like(total), room - exponent)
 
 
 def _row_scaled_mm(logits_gradient: Tensor, weight: Tensor, row_scale: Tensor, out: Tensor) -> None:
@@ -232,6 +252,8 @@ def _accumulate(
     gradients: Sequence[GradientSum | None], logits_gradient: Tensor, hidden: Tensor, row_scale: Tensor, scale: float
 ) -> None:
     weight_gradient, *rest = gradients
+    if logits_gradient.dtype == torch.float16:
+        row_scale, scale = row_scale * scale, 1.0
     if weight_gradient is not None:
         weight_gradient.add_product(logits_gradient.t(), (hidden * row_scale).to(hidden.dtype), scale)
     if rest and rest[0] is not None:
@@ -241,6 +263,7 @@ def _accumulate(
 def _general_piece(split: HeadSplit, scale: float) -> PieceFunction:
     """A head that caps, scales or biases its logits: the model's own code, differentiated piece by piece."""
     parameters = split.parameters()
+    inside, outside = (scale, 1.0) if _is_half(parameters) else (1.0, scale)
 
     def piece(
         hidden: Tensor, labels: Tensor, hidden_gradient: Tensor | None, gradients: Sequence[GradientSum | None]
@@ -253,11 +276,20 @@ def _general_piece(split: HeadSplit, scale: float) -> PieceFunction:
             if not differentiate:
                 return loss
             sources = [leaf, *wanted] if hidden_gradient is not None else wanted
-            found = list(torch.autograd.grad(loss, sources))
+            scaled = loss if inside == 1.0 else loss * inside
+            found = list(torch.autograd.grad(scaled, sources))
         if hidden_gradient is not None:
-            torch.mul(found.pop(0), scale, out=hidden_gradient)
+            torch.mul(found.pop(0), outside, out=hidden_gradient)
         for gradient, part in zip((gradient for gradient in gradients if gradient is not None), found):
-            gradient.add(part, scale)
+            gradient.add(part, outside)
         return loss.detach()
 
     return piece
+
+
+def _is_half(parameters: Sequence[Tensor]) -> bool:
+    """Whether logits are computed in fp16. See NOTE [ Half precision has a narrow range ]."""
+    device_type = parameters[0].device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type) == torch.float16
+    return parameters[0].dtype == torch.float16

@@ -1,4 +1,4 @@
-"""Compute dtype: parameters, gradients and optimizer states stay fp32, matmuls run in bf16 under autocast.
+"""Compute dtype: parameters, gradients and optimizer states stay fp32, matmuls run in bf16 or fp16 under autocast.
 
 The autocast weight cache is off: it would hold a low-precision copy of every weight until the micro batch's forward
 has ended, which is what activation tiers set out to save. Without it a weight is cast where it is used.
@@ -24,6 +24,4 @@ class MixedPrecision:
         build.accelerator.require(setting)
         if setting == "fp32":
             return
-        if setting == "fp16":
-            build.notes.append("fp16 without loss scaling: right for bytes and seconds, not for training")
         build.autocast = partial(build.accelerator.autocast, setting)

@@ -24,7 +24,7 @@ from trainfit.train.packing import Position
 from trainfit.train.storage import FileFacts, facts_of, fsync_folder, write_json
 
 CHECKPOINTS_FOLDER = "checkpoints"
-VERSION = 2
+VERSION = 3
 _FORMAT_NAME = "trainfit-checkpoint"
 _PARTIAL = ".partial-"
 _MANIFEST, _INDEX = "checkpoint.json", "index.json"
@@ -35,7 +35,8 @@ _NOT_OURS = "not a trainfit checkpoint, or only a part of one; name a run_folder
 class RunState:
     """The numbers of a run beside its tensors.
 
-    step: updates done. tokens: valid tokens trained on so far. recipe: its plain values as written.
+    step: updates done, skipped ones included. tokens: valid tokens trained on so far. recipe: its plain values as
+    written. skipped_steps: of those. loss_scaling: Scaling.state() of a run in fp16.
     """
 
     step: int
@@ -44,6 +45,8 @@ class RunState:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     recipe_hash: str = ""
     plan_hash: str = ""
+    skipped_steps: int = 0
+    loss_scaling: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         state = RunState(**{each.name: values[each.name] for each in fields(RunState)})
         state = replace(state, position=Position(**values["position"]))
-        numbers = (state.step, state.tokens, state.position.epoch, state.position.index)
+        numbers = (state.step, state.tokens, state.position.epoch, state.position.index, state.skipped_steps)
         if min(int(number) for number in numbers) < 0 or not isinstance(state.recipe, dict):
             raise ValueError(f"step, tokens and position are {numbers}")
         files = {name: FileFacts(**facts) for name, facts in values["files"].items()}

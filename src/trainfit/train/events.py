@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.profile import Profile
+from trainfit.step import Underflow
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class Archived:
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer update. loss in nats per token; memory_bytes is in use on the device after it."""
+    """One optimizer update. loss in nats per token; memory_bytes is in use on the device after it.
+
+    loss_scale: of this update; None where losses are not scaled. skipped: it overflowed, and weights did not move.
+    """
 
     step: int
     steps: int
@@ -63,6 +67,8 @@ class StepDone:
     tokens_per_second: float
     step_seconds: float
     memory_bytes: int
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Evaluated:
+    """underflow: of gradients of the last window, where blocks have loss scales of their own."""
+
     step: int
     held_out_loss: float
+    underflow: Underflow | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ Event = Preparing | Archived | Resumed | Started | StepDone | Measured | Evaluat
 class TrainReport:
     """The end of a run.
 
+    skipped_steps: of steps, in fp16 those that overflowed and left the weights alone.
     held_out_loss, unigram_loss: nats per token over the same held-out tokens; held_out_loss is None when the run was
         interrupted before its evaluation.
     measured: Profile of the second update of this process where one was taken; measured_peak_bytes: its peak, or the
@@ -110,6 +120,7 @@ class TrainReport:
     run_folder: Path
     steps: int
     planned_steps: int
+    skipped_steps: int
     interrupted: bool
     final_loss: float | None
     held_out_loss: float | None

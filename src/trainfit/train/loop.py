@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainfit.errors import RecipeError, ResumeError
+from trainfit.errors import ResumeError
 from trainfit.hardware import Accelerator, Launch
 from trainfit.hardware.together import together
 from trainfit.step import Strategy, build_step
@@ -54,8 +54,6 @@ def train(
     the first update, with nothing left half-written, and TrainfitError when the loss is no longer finite.
     """
     began = time.perf_counter()
-    if strategy.precision == "fp16":
-        raise RecipeError("precision fp16 trains only with loss scaling, which is not here yet; set precision: bf16")
     plan = plan or {"strategy": strategy.to_json(), "hash": strategy.hash}
     launch = launch or Launch()
     with ExitStack() as stack:
@@ -182,9 +180,26 @@ def _restore(run: Run, saved: RunState) -> None:
     restored.set_rng(run.accelerator)
     run.step.notes += restored.notes
     run.step_number, run.position, run.tokens = saved.step, saved.position, saved.tokens
+    run.skipped_steps = saved.skipped_steps
+    _restore_scaling(run, saved, checkpoint)
     run.checkpoint = checkpoint
     changed = tuple(changed_keys(saved.recipe, run.recipe.to_json()))
     run.on_event(Resumed(saved.step, checkpoint, changed, plan_changed=saved.plan_hash != run.plan_hash))
+
+
+def _restore_scaling(run: Run, saved: RunState, checkpoint: Path) -> None:
+    scaling, state = run.step.scaling, saved.loss_scaling
+    if scaling is None or state is None:
+        return
+    if state.get("kind") != scaling.kind:
+        run.step.notes += (f"loss scales begin anew: {checkpoint} has {state.get('kind')} ones",)
+        return
+    try:
+        scaling.load(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResumeError(
+            f"{checkpoint} has loss scales that cannot be read ({error}); remove it to go on before it"
+        ) from None
 
 
 def _started(run: Run, workload: Workload, baseline: float) -> Started:

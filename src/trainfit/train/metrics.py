@@ -4,7 +4,11 @@ A line of metrics.jsonl is one JSON object. After an update it has
     step (1 is the first), loss (nats per token), learning_rate, gradient_norm (before clipping; null when nothing is
     clipped), tokens (since the run began), tokens_per_second, step_seconds,
     memory_bytes (in use on the device; on a CPU, resident in the process),
-and after an evaluation step and held_out_loss.
+    loss_scale (null where losses are not scaled), skipped (it overflowed in fp16: no weight moved),
+and after an evaluation step and held_out_loss; where blocks have loss scales of their own also
+    underflow_with_blocks, underflow_with_one (shares of the blocks' gradient elements that are zero in fp16, with these
+    scales and with one for all).
+What is not finite, as the loss of a skipped step may be, is null.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 
@@ -39,11 +44,12 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """One line, and one TensorBoard scalar for each number in it."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        finite = {name: value if value is None or isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
-        for name, value in values.items():
+        for name, value in finite.items():
             if value is not None:
-                self._events.add_scalar(name, value, step)
+                self._events.add_scalar(name, float(value), step)
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from trainfit.errors import TrainfitError
 from trainfit.hardware import Accelerator
+from trainfit.hardware.together import together
 from trainfit.profile import Profile
-from trainfit.step import StepResult, TrainStep
+from trainfit.step import StepResult, TrainStep, count_underflow, find_overflow
 from trainfit.train.checkpoint import RunState
 from trainfit.train.data import TextData
 from trainfit.train.evaluate import held_out_loss
@@ -31,7 +32,13 @@ OnEvent = Callable[[Event], None]
 
 
 class Run:
-    """One run in progress. step_number, position and tokens say how far it is; checkpoints hold the same three."""
+    """One run in progress. step_number, position and tokens say how far it is; checkpoints hold the same three.
+
+    NOTE [ Steps and updates ]
+    A step consumes a window of data, and the run ends after as many as the recipe says. In fp16 some overflow and are
+    skipped: weights, moments and the optimizer's counters stay, so the learning rate must not move on either. The
+    schedule counts updates, step_number - skipped_steps, and a run that skipped ends so much short of its last rate.
+    """
 
     def __init__(
         self,
@@ -48,6 +55,7 @@ class Run:
         self.recipe, self.step, self.data, self.accelerator = recipe, step, data, accelerator
         self.folder, self.steps, self.plan_hash, self.on_event = folder, steps, plan_hash, on_event
         self.step_number, self.position, self.tokens = 0, Position(), 0
+        self.skipped_steps = 0
         self.measured: Profile | None = None
         self.measured_peak_bytes: int | None = None
         self.checkpoint: Path | None = None
@@ -90,7 +98,7 @@ class Run:
                     self.on_event(Interrupted(self.step_number))
                 elif self._due(self.recipe.evaluation.every):
                     watch.begin("evaluating")
-                    self._evaluate(metrics)
+                    self._evaluate(metrics, window)
                 if stopped or self._due(self.recipe.save.every):
                     with watch.waiting_allowed("saving"):
                         self._save()
@@ -111,7 +119,8 @@ class Run:
 
     def _update(self, window: list[MicroBatch], measured: MeasuredUpdate | None) -> StepDone:
         optimizer = self.recipe.optimizer
-        rate = learning_rate_at(self.step_number, self.steps, optimizer.learning_rate, self.recipe.schedule)
+        update = self.step_number - self.skipped_steps
+        rate = learning_rate_at(update, self.steps, optimizer.learning_rate, self.recipe.schedule)
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
         began = time.perf_counter()
@@ -120,6 +129,7 @@ class Run:
         norm = None if result.gradient_norm is None else float(result.gradient_norm)
         seconds = time.perf_counter() - began
         self._check_finite(result, loss, norm, rate)
+        self._check_skips(result, window)
         self._count(result.num_tokens, seconds)
         return StepDone(
             step=self.step_number + 1,
@@ -132,6 +142,8 @@ class Run:
             tokens_per_second=result.num_tokens / seconds,
             step_seconds=seconds,
             memory_bytes=self.accelerator.memory.current_bytes(),
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
         )
 
     def _run_step(self, window: list[MicroBatch], measured: MeasuredUpdate | None) -> StepResult:
@@ -158,6 +170,22 @@ class Run:
             "schedule.warmup_steps"
         )
 
+    def _check_skips(self, result: StepResult, window: list[MicroBatch]) -> None:
+        self.skipped_steps += result.skipped
+        scaling = self.step.scaling
+        if not result.skipped or scaling is None or scaling.skips_in_a_row < scaling.setting.max_skips:
+            return
+        found = together(lambda: find_overflow(self.step, window))
+        where = next(
+            (f"{each}, on rank {rank}" if len(found) > 1 else str(each) for rank, each in enumerate(found) if each),
+            None,
+        )
+        raise TrainfitError(
+            f"{scaling.skips_in_a_row} steps in a row overflowed and were skipped, the last at loss scale "
+            f"{result.loss_scale:g}, step {self.step_number + 1}: {where or 'run again, all is finite'}; set "
+            "precision: bf16, lower optimizer.learning_rate, or keep what that module computes within 65504"
+        )
+
     def _count(self, num_tokens: int, seconds: float) -> None:
         self.tokens += num_tokens
         self._seconds += seconds
@@ -166,16 +194,27 @@ class Run:
             self._timed_tokens += num_tokens
             self._timed_seconds += seconds
 
-    def _evaluate(self, metrics: MetricsWriter | NoMetrics) -> None:
+    def _evaluate(self, metrics: MetricsWriter | NoMetrics, window: list[MicroBatch]) -> None:
         batch_size = self.step.strategy.micro_batch_size
         loss = held_out_loss(self.step.evaluate, self.data.held_out, self.held_out_indices, batch_size, self.step.ranks)
         self.last_held_out_loss = loss
-        metrics.write(self.step_number, {"held_out_loss": loss})
-        self.on_event(Evaluated(self.step_number, loss))
+        underflow = count_underflow(self.step, window)
+        shares = {} if underflow is None else {f"underflow_{name}": share for name, share in asdict(underflow).items()}
+        metrics.write(self.step_number, {"held_out_loss": loss, **shares})
+        self.on_event(Evaluated(self.step_number, loss, underflow))
 
     def _save(self) -> None:
         recipe = self.recipe
-        state = RunState(self.step_number, self.position, self.tokens, recipe.to_json(), recipe.hash, self.plan_hash)
+        state = RunState(
+            self.step_number,
+            self.position,
+            self.tokens,
+            recipe.to_json(),
+            recipe.hash,
+            self.plan_hash,
+            self.skipped_steps,
+            None if self.step.scaling is None else self.step.scaling.state(),
+        )
         self.checkpoints.save(state, self.step.model, self.step.optimizer, self.accelerator.rng.get_state())
 
     def _saved(self, step: int, checkpoint: Path) -> None:
@@ -188,6 +227,7 @@ class Run:
             run_folder=self.folder.path,
             steps=self.step_number,
             planned_steps=self.steps,
+            skipped_steps=self.skipped_steps,
             interrupted=interrupted,
             final_loss=self.last_loss,
             held_out_loss=None if interrupted else self.last_held_out_loss,

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Hardware, accelerator, find_device
+from trainfit.profile import LossScale, OptimizerVariant
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
 from trainfit.workload import MicroBatch, Workload, workload_from_config
@@ -170,3 +172,40 @@ def test_nothing_stays_on_the_device_after_a_step(npu: Accelerator):
         assert npu.memory.current_bytes() == resident
     step.evaluate(batches[0])
     assert npu.memory.current_bytes() == resident
+
+
+FOREACH = OptimizerVariant(kernel="foreach")
+
+
+@pytest.mark.parametrize("per_block", [False, True])
+def test_fp16_trains_with_foreach_and_skips_what_overflows(npu: Accelerator, per_block: bool):
+    workload = workload_of("gpt2", **NO_DROPOUT)
+    scale = LossScale(init_scale=2.0**40, per_block=per_block)
+
+    def run(device: Accelerator) -> list[tuple[float, bool, float | None]]:
+        step = build(workload, device, MIXED, precision="fp16", loss_chunks=3, loss_scale=scale, optimizer=FOREACH)
+        before = [p.detach().cpu().clone() for p in step.model.parameters()]
+        found = []
+        for _ in range(40):
+            result = step(window(workload))
+            found.append((result.loss.item(), result.skipped, result.loss_scale))
+            is_same = all(torch.equal(p.detach().cpu(), old) for p, old in zip(step.model.parameters(), before))
+            assert is_same == all(skipped for _, skipped, _ in found)
+        return found
+
+    on_npu, on_cpu = run(npu), run(accelerator("cpu"))
+    skipped = [each[1] for each in on_npu]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert [each[1:] for each in on_npu] == [each[1:] for each in on_cpu]
+    assert [each[0] for each in on_npu] == pytest.approx([each[0] for each in on_cpu], rel=2e-3)
+    assert on_npu[-1][0] < on_npu[0][0]
+
+
+def test_fp16_with_fused_adamw_is_refused_where_that_ignores_the_scaler(npu: Accelerator):
+    workload = workload_of("llama")
+    with pytest.raises(
+        RecipeError, match=r"fused AdamW on npu neither unscales nor skips .* optimizer\.kernel: foreach"
+    ):
+        build(workload, npu, precision="fp16")
+    build(workload, accelerator("cpu"), precision="fp16")  # the host's own fused AdamW skips
