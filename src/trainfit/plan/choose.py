@@ -48,7 +48,14 @@ def choose(
 
     def tracer_of(variant: OptimizerVariant) -> Tracer:
         if variant not in tracers:
-            tracers[variant] = Tracer(workload, hardware, variant, traces=traces)
+            tracers[variant] = Tracer(
+                workload,
+                hardware,
+                variant,
+                traces=traces,
+                frozen_weights=target.frozen_weights,
+                precision=target.precision,
+            )
         return tracers[variant]
 
     found = search(tracer_of, hardware, target, allowed, clips=max_grad_norm is not None)

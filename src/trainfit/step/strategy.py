@@ -295,9 +295,9 @@ def describe_strategy(strategy: Strategy) -> str:
     chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
     tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
     size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
-    return ", ".join(
-        [size, tiers, chunks, strategy.precision, *describe_variant(strategy.optimizer), *_describe_mesh(strategy)]
-    )
+    frozen = [] if strategy.frozen_weights == "fp32" else [f"frozen weights in {strategy.frozen_weights}"]
+    variant = describe_variant(strategy.optimizer)
+    return ", ".join([size, tiers, chunks, strategy.precision, *frozen, *variant, *_describe_mesh(strategy)])
 
 
 def describe_variant(variant: OptimizerVariant) -> list[str]:
