@@ -18,7 +18,15 @@ from trainfit.hardware import accelerator
 from trainfit.profile import Mesh, Zero
 from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
 from trainfit.step.gradient_norm import clip_gradients
-from trainfit.workload import IGNORED_LABEL, MicroBatch, Workload, workload_from_config, workload_from_module
+from trainfit.workload import (
+    IGNORED_LABEL,
+    LoRASettings,
+    MicroBatch,
+    Workload,
+    with_adapter,
+    workload_from_config,
+    workload_from_module,
+)
 from trainfit.workload.workload import AdamWSettings
 
 CPU = accelerator("cpu")
@@ -79,6 +87,9 @@ class Case:
 def workload_of(name: str) -> Workload:
     if name == "frozen":
         return workload_from_module(_frozen_llama, seq_len=SEQ_LEN, vocab_size=97).copy(optimizer=OPTIMIZER)
+    if name == "lora":
+        base = workload_from_config(_CONFIGS["llama"], seq_len=SEQ_LEN, name=name)
+        return with_adapter(base, LoRASettings(rank=4)).copy(optimizer=OPTIMIZER)
     return workload_from_config(_CONFIGS[name], seq_len=SEQ_LEN, name=name).copy(optimizer=OPTIMIZER)
 
 

@@ -11,7 +11,14 @@ from trainfit.hardware import this_machine
 from trainfit.profile import LossScale
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, parse_tiers
-from trainfit.workload import Workload, workload_from_module
+from trainfit.workload import (
+    LoRASettings,
+    Workload,
+    with_adapter,
+    with_frozen,
+    with_trained_only,
+    workload_from_module,
+)
 
 SETTINGS = {
     "plain": ("keep", {}),
@@ -28,10 +35,10 @@ def strategy_of(workload: Workload, setting: str) -> Strategy:
     return Strategy(2, tiers=parse_tiers(activation, len(workload.anatomy().blocks)), **knobs)
 
 
-def assert_predicted(workload: Workload, strategy: Strategy) -> None:
+def assert_predicted(workload: Workload, strategy: Strategy, rel: float = 0.001) -> None:
     predicted = rehearse(workload, strategy, this_machine("cpu"))
     measured = measure(workload, strategy, CPU, steps=0)
-    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=rel)
     assert predicted.resident_bytes == pytest.approx(measured.resident_bytes, rel=0.001)
     assert sum(predicted.categories.values()) == predicted.peak_bytes
     assert max(predicted.phases.values()) == predicted.phases[predicted.peak_phase] == predicted.peak_bytes
@@ -75,6 +82,60 @@ class GatedMean(nn.Module):
 def test_predicted_peak_of_a_users_module_is_the_measured_one(setting: str):
     workload = workload_from_module(Averaging, seq_len=256, vocab_size=500)
     assert_predicted(workload, strategy_of(workload, setting))
+
+
+ADAPTED = {
+    "llama": LoRASettings(),
+    "qwen2": LoRASettings(rank=4, targets="all-linear"),
+    "gpt2": LoRASettings(targets=("c_attn", "c_fc")),
+}
+FROZEN_SETTINGS = {
+    "fp32": ("pointwise", {"loss_chunks": 4}),
+    "bf16": ("keep", {"precision": "bf16", "accumulation_steps": 2}),
+    "half": ("keep", {"precision": "bf16", "loss_chunks": 4, "frozen_weights": "half"}),
+    "int8": ("pointwise", {"precision": "bf16", "loss_chunks": 4, "frozen_weights": "int8"}),
+    "nf4": ("full", {"precision": "bf16", "loss_chunks": 4, "frozen_weights": "nf4"}),
+}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+@pytest.mark.parametrize("setting", FROZEN_SETTINGS)
+def test_predicted_peak_with_an_adapter_is_the_measured_one(family: str, setting: str):
+    """Generator states of dropout, 5 kB for each recomputed block of gpt2, are the one thing that is not rehearsed."""
+    if family == "gpt2" and setting in ("int8", "nf4"):
+        pytest.skip("gpt2 has no nn.Linear in its blocks")
+    workload = with_adapter(tiny_workload(family, seq_len=128), ADAPTED[family])
+    activation, knobs = FROZEN_SETTINGS[setting]
+    assert_predicted(workload, Strategy(2, tiers=parse_tiers(activation, 4), **knobs), rel=0.005)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("patterns", [("*wte*", "lm_head*"), ("*.[23].*",)], ids=["head", "blocks"])
+def test_predicted_peak_of_a_frozen_model_is_the_measured_one(family: str, patterns: tuple[str, ...]):
+    base = tiny_workload(family, seq_len=128)
+    head = "lm_head*" if family == "llama" else "*wte*"
+    workload = with_trained_only(base, [head]) if patterns[0] == "*wte*" else with_frozen(base, patterns)
+    for activation, knobs in (("keep", {}), ("full", {"precision": "bf16", "loss_chunks": 4})):
+        assert_predicted(workload, Strategy(2, tiers=parse_tiers(activation, 4), **knobs), rel=0.005)
+
+
+def test_frozen_weights_take_the_bytes_that_their_storage_says():
+    """Two bytes a parameter in half, one and a half in codes with their scales, and no state for any of them."""
+    workload = with_adapter(tiny_workload("llama", seq_len=16, vocab_size=64), LoRASettings())
+    model = workload.make_model()
+    adapter = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    linears = sum(p.numel() for name, p in model.named_parameters() if "_proj" in name and not p.requires_grad)
+    buffers = sum(b.nbytes for b in model.buffers())
+    for storage, of_linears in (("half", 2.0), ("int8", 1 + 4 / 64), ("nf4", 0.5 + 4 / 64)):
+        strategy = Strategy(1, precision="bf16", frozen_weights=storage)
+        expected = adapter + of_linears * linears + 2 * (frozen - linears) + buffers
+        profile = rehearse(workload, strategy, this_machine("cpu"))
+        assert profile.categories["parameters"] == pytest.approx(expected, rel=0.01)
+        assert profile.categories["optimizer"] == pytest.approx(2 * adapter, rel=0.01)
+        measured = measure(workload, strategy, CPU, steps=0)
+        assert measured.categories["parameters"] == profile.categories["parameters"]
+        assert measured.resident_bytes == profile.resident_bytes
 
 
 def test_parameters_and_states_are_exact_and_gradients_are_counted():

@@ -44,7 +44,7 @@ def test_plain_training_is_chosen_where_it_fits():
 
 def test_a_larger_budget_is_never_slower():
     """By the fast model, from which the search takes its order."""
-    seconds, tracers = [], Tracers(LLAMA, CPU, OptimizerVariant())
+    seconds, tracers = [], Tracers(LLAMA, CPU, target("1GiB"))
     for megabytes in (21, 24, 28, 34, 48, 80):
         allowed = megabytes * 10**6
         fitting = [c for c in search(tracers, CPU, target("1GiB"), allowed) if c.peak_bytes <= allowed]
@@ -57,7 +57,7 @@ def test_a_larger_budget_is_never_slower():
 def test_the_fast_model_is_close_to_the_rehearsal(family: str):
     """It leaves out what lives beside the blocks: rotary tables, masks and the embedding's own output."""
     workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
-    found = search(Tracers(workload, CPU, OptimizerVariant()), CPU, target("1GiB"), 10**9)
+    found = search(Tracers(workload, CPU, target("1GiB")), CPU, target("1GiB"), 10**9)
     for candidate in found[:: max(1, len(found) // 10)]:
         exact = rehearse(workload, candidate.strategy, CPU)
         assert candidate.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03), candidate.strategy
@@ -148,7 +148,7 @@ def test_a_lossy_variant_must_be_a_tenth_faster():
     """With room for fp32 AdamW, eight bits and rounding by chance are seen, and lose."""
     plan = choose(LLAMA, CPU, target("4GiB", **CHANGES))
     assert accuracy_of(plan.strategy.optimizer, plan.strategy.precision) == "rounding"
-    found = search(Tracers(LLAMA, CPU, OptimizerVariant()), CPU, target("4GiB", **CHANGES), 2**32)
+    found = search(Tracers(LLAMA, CPU, target("4GiB", **CHANGES)), CPU, target("4GiB", **CHANGES), 2**32)
     assert {c.weight for c in found} == {1.0, MUST_WIN["rounding"], MUST_WIN["lossy"]}
     assert found == sorted(found, key=lambda c: (c.weighed_seconds, c.peak_bytes))
 
@@ -165,7 +165,7 @@ def test_an_update_in_backward_is_found_where_nothing_is_clipped():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_fast_model_is_close_for_every_variant(precision: str):
     wanted = target("1GiB", precision=precision, may_change=frozenset({"optimizer"}))
-    found = search(Tracers(LLAMA, CPU, OptimizerVariant()), CPU, wanted, 10**9, clips=False)
+    found = search(Tracers(LLAMA, CPU, wanted), CPU, wanted, 10**9, clips=False)
     by_variant = {candidate.strategy.optimizer: candidate for candidate in found}
     assert len(by_variant) >= (4 if precision == "fp32" else 16)
     for candidate in by_variant.values():

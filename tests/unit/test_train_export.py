@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import trainfit.train.export as export_module
+import trainfit.train.merge as merge_module
 from trainfit.cli.main import main
 from trainfit.errors import InputError, ResumeError
 from trainfit.hardware import accelerator
@@ -103,7 +103,7 @@ def test_transformers_loads_it_and_gives_the_same_logits(settings, max_shard_byt
 def test_one_tensor_at_a_time_is_in_memory(monkeypatch):
     checkpoint = trained(LLAMA)
     alive: list[StorageWeakRef] = []
-    read = export_module.read_tensor
+    read = merge_module.read_tensor
 
     def watched(folder, saved):
         assert all(storage.expired() for storage in alive)
@@ -111,7 +111,7 @@ def test_one_tensor_at_a_time_is_in_memory(monkeypatch):
         alive.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
 
-    monkeypatch.setattr(export_module, "read_tensor", watched)
+    monkeypatch.setattr(merge_module, "read_tensor", watched)
     export_safetensors(checkpoint, Path("out"))
     assert len(alive) > 10
 
@@ -121,6 +121,7 @@ def test_a_model_that_is_not_found_is_a_note_and_a_damaged_checkpoint_an_error()
     manifest = json.loads((checkpoint / "checkpoint.json").read_text())
     manifest["recipe"]["model"] = "gone/config.json"
     (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
+    Path("run/config.json").unlink()
     (note,) = export_safetensors(checkpoint, Path("out")).notes
     assert note.startswith("without config.json: no file")
     assert not (Path("out") / "config.json").exists()

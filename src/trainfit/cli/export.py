@@ -19,10 +19,21 @@ FolderArgument = Annotated[Path, typer.Argument(metavar="OUT", help="A new folde
 ShardOption = Annotated[str, typer.Option(metavar="SIZE", help="Size at which a file is full.")]
 
 
-def export(run: RunArgument, folder: FolderArgument, max_shard: ShardOption = "5GB", json: JsonOption = False) -> int:
+AdapterOption = Annotated[
+    bool, typer.Option("--adapter-only", help="Write the adapter alone, for peft.PeftModel.from_pretrained.")
+]
+
+
+def export(
+    run: RunArgument,
+    folder: FolderArgument,
+    max_shard: ShardOption = "5GB",
+    adapter_only: AdapterOption = False,
+    json: JsonOption = False,
+) -> int:
     """Write a run's weights as safetensors that transformers loads with from_pretrained.
 
-    One tensor at a time is in memory, however many ranks saved.
+    One tensor at a time is in memory, however many ranks saved. An adapter is merged into its weights.
 
     [dim]trainfit export runs/quickstart model[/]
     """
@@ -35,7 +46,7 @@ def export(run: RunArgument, folder: FolderArgument, max_shard: ShardOption = "5
 
         checkpoint = find_checkpoint(run.expanduser())
         say(f"Exporting {checkpoint}")
-        exported = export_safetensors(checkpoint, folder.expanduser(), max_shard_bytes)
+        exported = export_safetensors(checkpoint, folder.expanduser(), max_shard_bytes, adapter_only=adapter_only)
     if json:
         print_json(exported.to_json())
         return 0

@@ -154,6 +154,7 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
         ("seq_len", plan.target.seq_len, target.seq_len),
         ("sequences a step", plan.target.sequences_per_step, target.sequences_per_step),
         ("devices", plan.strategy.mesh.size, hardware.count),
+        ("frozen_weights", plan.strategy.frozen_weights, recipe.frozen_weights),
         ("number of blocks", len(plan.strategy.tiers), len(workload.anatomy().blocks)),
     )
     for what, planned, wanted in pairs:

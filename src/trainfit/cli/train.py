@@ -56,6 +56,7 @@ def train(
         from trainfit.report import plan_view
         from trainfit.train import RunFolder, load_recipe, recipe_workload
         from trainfit.train import train as run_training
+        from trainfit.train.loop import check_weights
 
         launch = Launch.from_environment()
         # Rank 0 first, so that what is wrong with a recipe is said once.
@@ -69,6 +70,8 @@ def train(
         budgets = launch.gather("budget", str(hardware.usable_bytes))
         say("Building the model")
         workload = recipe_workload(settings)
+        if not resume:
+            launch.share("weights", lambda: check_weights(workload))
         if not resume and launch.is_first:
             RunFolder(folder).refuse_before_planning()
 

@@ -43,9 +43,7 @@ def choose(
         )
     allowed = target.allowed_bytes(hardware.spec.kind)
     on_progress("tracing one block")
-    found = search(
-        Tracers(workload, hardware, target.optimizer), hardware, target, allowed, clips=max_grad_norm is not None
-    )
+    found = search(Tracers(workload, hardware, target), hardware, target, allowed, clips=max_grad_norm is not None)
     if not found:
         raise _too_few_micro_batches(target)
 

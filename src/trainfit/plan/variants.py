@@ -32,16 +32,23 @@ _PIECE_TRAFFIC = 48  # bytes a parameter: what is stored is read as fp32, update
 class Tracers:
     """See NOTE [ One trace for many variants ]."""
 
-    def __init__(self, workload: Workload, hardware: Hardware, asked: OptimizerVariant) -> None:
-        self.workload, self.hardware, self.asked = workload, hardware, asked
+    def __init__(self, workload: Workload, hardware: Hardware, target: Target) -> None:
+        self.workload, self.hardware, self.target = workload, hardware, target
         self._made: dict[OptimizerVariant, Tracer] = {}
 
     def of(self, variant: OptimizerVariant) -> Tracer:
         """The tracer whose weights are of the variant's dtype."""
         is_half = variant.weights != "fp32"
-        traced = self.asked if is_half == (self.asked.weights != "fp32") else OptimizerVariant(weights="bf16_residual")
+        asked = self.target.optimizer
+        traced = asked if is_half == (asked.weights != "fp32") else OptimizerVariant(weights="bf16_residual")
         if traced not in self._made:
-            self._made[traced] = Tracer(self.workload, self.hardware, traced)
+            self._made[traced] = Tracer(
+                self.workload,
+                self.hardware,
+                traced,
+                frozen_weights=self.target.frozen_weights,
+                precision=self.target.precision,
+            )
         return self._made[traced]
 
 

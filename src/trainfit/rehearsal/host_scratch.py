@@ -25,6 +25,8 @@ _MATMULS = frozenset(
         torch.ops.aten.baddbmm.default,
     }
 )
+# Those that write into what is there already pack their operands like those that do not.
+_LIKE = {torch.ops.aten.mm.out: torch.ops.aten.mm.default, torch.ops.aten.addmm_.default: torch.ops.aten.addmm.default}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MAX_MULTIPLICATIONS = 2**30  # a tenth of a second at worst
 
@@ -33,6 +35,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """Bytes that a matmul on fake tensors would allocate and free inside; 0 in fp32 and for other operators."""
+    func = _LIKE.get(func, func)
     if func not in _MATMULS or not all(isinstance(arg, Tensor) for arg in args):
         return 0
     last = args[-1]

@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.hardware import Hardware
 from trainfit.hardware.runtime import rehearsed
-from trainfit.profile import TIERS, BlockTrace, OptimizerVariant, Precision, ShellTrace, Tier
+from trainfit.profile import TIERS, BlockTrace, FrozenStorage, OptimizerVariant, Precision, ShellTrace, Tier
 from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost, states_on_device
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
+from trainfit.techniques import Build
 from trainfit.techniques.activation import recompute_block
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
+from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.workload import MicroBatch, Workload, run_model
 
@@ -69,7 +71,11 @@ class Tracer:
         workload: Workload,
         hardware: Hardware,
         variant: OptimizerVariant | None = None,
+        *,
+        frozen_weights: FrozenStorage = "fp32",
+        precision: Precision = "fp32",
     ) -> None:
+        """frozen_weights: how they are kept where the compute dtype is `precision`."""
         self.workload, self.hardware = workload, hardware
         self.variant = variant or OptimizerVariant()
         self._cost = operator_cost(hardware)
@@ -78,6 +84,9 @@ class Tracer:
         self._tuples = False  # whether blocks return tuples; known after the first one has run
         with fake_tensors() as self._mode, model_errors():
             self._build = prepare(workload, rehearsed(hardware.spec.kind))
+            self._carries = _carries_gradients(self._build)
+            self._build.precision = self._precision = precision
+            FrozenWeights().apply(self._build, frozen_weights)
             OptimizerStates().apply(self._build, self.variant)
             self.facts = self._facts()
 
@@ -113,7 +122,7 @@ class Tracer:
         build = self._build
         gradients, update_peak, update_seconds = self._update()
         blocks = [storage_bytes(block.parameters()) for block in build.blocks]
-        captured = self._block_inputs(1, "fp32")
+        captured = self._block_inputs(1, self._precision)
         hidden = next((_hidden(inputs) for _, inputs in captured.values()), None)
         return ModelFacts(
             structures=build.anatomy.structures,
@@ -225,7 +234,7 @@ class Tracer:
         if tier != "keep":
             recompute_block(block, tier, self._build.accelerator)
         try:
-            args, kwargs = _leaves(inputs)
+            args, kwargs = _leaves(inputs, carries=self._carries)
             return self._trace_call(lambda: block(*args, **kwargs), _tensors((args, kwargs)), precision)
         finally:
             block.__dict__.pop("forward", None)
@@ -247,7 +256,8 @@ class Tracer:
             before_backward = tracker.live_bytes()
             tracker.events.clear()
             tracker.phase = "backward"
-            end.backward()
+            if end.requires_grad:
+                end.backward()
             backward_peak = tracker.peak_bytes(start=before_backward)
         gradients = self._left_by(self._build.model.parameters())
         return BlockTrace(
@@ -298,6 +308,8 @@ class Tracer:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 hidden = _hidden((args, kwargs))
                 assert hidden is not None
+                if index == 0 and self._carries and not hidden.requires_grad:
+                    hidden = hidden.detach().requires_grad_()  # as if what trains in the blocks were there
                 if index == 0 and hidden.requires_grad:
                     hidden.register_hook(gradient_enters_blocks)
                 return (hidden,) if self._tuples else hidden
@@ -331,13 +343,20 @@ class _GradientSource(torch.autograd.Function):
         return torch.empty(shape, dtype=dtype)
 
 
-def _leaves(inputs: Any) -> Any:
+def _carries_gradients(build: Build) -> bool:
+    """Whether hidden states carry a gradient between blocks: something in them or before them trains."""
+    embedding = build.anatomy.embedding
+    modules = [*build.blocks, *([build.model.get_submodule(embedding)] if embedding else [])]
+    return embedding is None or any(p.requires_grad for module in modules for p in module.parameters())
+
+
+def _leaves(inputs: Any, *, carries: bool) -> Any:
     """Inputs cut off from what made them. The first is the hidden states, which carry a gradient in all blocks but the
-    first of a frozen embedding; rotary tables and masks among the others do not."""
+    first of a frozen embedding, if in any; rotary tables and masks among the others do not."""
     hidden = _hidden(inputs)
 
     def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_(tensor is hidden or tensor.requires_grad)
+        return tensor.detach().requires_grad_((carries and tensor is hidden) or tensor.requires_grad)
 
     return tree_map_only(Tensor, leaf, inputs)
 

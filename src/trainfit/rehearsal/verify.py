@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator
 from trainfit.profile import Precision
 from trainfit.rehearsal.measure import random_window
@@ -52,7 +53,13 @@ def verify(
 
     Plain training runs the same micro batches through the model's own forward, with full logits and a mean over the
     valid tokens of the window. Dropout draws the same numbers on both sides.
+    Raises RecipeError where the strategy rounds frozen weights.
     """
+    if strategy.frozen_weights != "fp32":
+        raise RecipeError(
+            f"frozen_weights {strategy.frozen_weights} rounds weights before training, plain training would not; set "
+            "frozen_weights: fp32 to verify the rest of the step"
+        )
     torch.manual_seed(seed)
     with device.device:
         model = workload.make_model()

@@ -1,7 +1,8 @@
 """build_step: from a workload and a strategy to the step that trains, and that the rehearsal runs.
 
 NOTE [ Made on the host ]
-A model that several ranks share may be larger than a device. So theirs are made on the host, cut there into what this
+A model that several ranks share may be larger than a device, and so may be one whose frozen weights are kept in fewer
+bytes, before they are. So these are made on the host, cut there into what this
 rank has of tensor and pipeline dimensions, and go to the device block by block, where fully_shard keeps a shard of
 each before it takes the next. What the host needs is a whole model for each of its ranks. Weights are drawn from the
 host's generator: those of one process on a device are others.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Ranks, ranks_of
@@ -19,6 +21,7 @@ from trainfit.step.train_step import TrainStep
 from trainfit.techniques import TECHNIQUES, Build
 from trainfit.techniques.base import LossFunction, Observer, Stage
 from trainfit.techniques.chunked_loss import cross_entropy_sum, plain_loss
+from trainfit.units import format_count
 from trainfit.workload import HeadSplit, Workload, dissect, run_model, split_head
 from trainfit.workload.batch import MicroBatch
 
@@ -39,7 +42,8 @@ def build_step(
     model that is made here is the same where torch.manual_seed was.
     """
     _check_clipping(strategy, max_grad_norm)
-    on_host = model is None and strategy.mesh.size > 1 and not accelerator.shares_host_memory
+    apart = strategy.mesh.size > 1 or strategy.frozen_weights != "fp32"
+    on_host = model is None and apart and not accelerator.shares_host_memory
     build = prepare(workload, accelerator, model, on_host=on_host)
     build.precision, build.cast = strategy.precision, strategy.cast
     build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
@@ -68,12 +72,29 @@ def prepare(
     if model is None:
         with torch.device("cpu") if on_host else accelerator.device:
             model = workload.make_model()
+        if workload.start is not None and not _is_rehearsed(model):
+            workload.start.load_into(model)
     model.train()
     anatomy = dissect(model, vocab_size=workload.vocab_size)
     split: HeadSplit | str = "the model has a loss of its own"
     if workload.loss is None:
         split = split_head(model, anatomy, seq_len=workload.seq_len)
-    return Build(workload, accelerator, model, anatomy, split, compute_loss=_whole_loss(workload, model, split))
+    notes = [*workload.notes, *_frozen_notes(model)]
+    loss = _whole_loss(workload, model, split)
+    return Build(workload, accelerator, model, anatomy, split, compute_loss=loss, notes=notes)
+
+
+def _frozen_notes(model: nn.Module) -> list[str]:
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if trained == total:
+        return []
+    return [f"{format_count(trained)} of {format_count(total)} parameters train ({trained / total:.2%})"]
+
+
+def _is_rehearsed(model: nn.Module) -> bool:
+    """Whether the model has no memory that weights could be read into."""
+    return any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in model.parameters())
 
 
 def _whole_loss(workload: Workload, model: nn.Module, split: HeadSplit | str) -> LossFunction:

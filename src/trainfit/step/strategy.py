@@ -299,7 +299,9 @@ def describe_strategy(strategy: Strategy) -> str:
     size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
     by_block = strategy.loss_scale is not None and strategy.loss_scale.per_block
     precision = f"{strategy.precision} scaled by block" if by_block else strategy.precision
-    return ", ".join([size, tiers, chunks, precision, *describe_variant(strategy.optimizer), *_describe_mesh(strategy)])
+    frozen = [] if strategy.frozen_weights == "fp32" else [f"frozen weights in {strategy.frozen_weights}"]
+    variant = describe_variant(strategy.optimizer)
+    return ", ".join([size, tiers, chunks, precision, *frozen, *variant, *_describe_mesh(strategy)])
 
 
 def describe_variant(variant: OptimizerVariant) -> list[str]:

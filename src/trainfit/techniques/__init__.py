@@ -4,6 +4,7 @@ from trainfit.techniques.activation import ActivationTiers
 from trainfit.techniques.base import Build, Observer, Stage, Technique
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss
+from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.loss_scaling import LossScaling
 from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.techniques.pipeline import PipelineStages
@@ -12,6 +13,7 @@ from trainfit.techniques.tensor_parallel import TensorSplit
 from trainfit.techniques.zero import ZeroStages
 
 TECHNIQUES: tuple[Technique, ...] = (
+    FrozenWeights(),
     PipelineStages(),
     TensorSplit(),
     BlockCasts(),

@@ -43,6 +43,12 @@ def _always(args: tuple[Any, ...], output: Any) -> bool:
     return True
 
 
+def _wide_enough(args: tuple[Any, ...], output: Any) -> bool:
+    """False for a matmul of few products an element, such as an adapter's second: as cheap as what is recomputed."""
+    matrices = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() >= 2]
+    return bool(16 * matrices[0].shape[-1] > output.shape[-1])
+
+
 def _no_larger_than_inputs(args: tuple[Any, ...], output: Any) -> bool:
     """True for scores @ values, False for the scores themselves, which grow with the square of the sequence."""
     return bool(output.numel() <= sum(arg.numel() for arg in args if isinstance(arg, Tensor)))
@@ -69,7 +75,7 @@ def keep_rules(tier: Tier) -> KeepRules:
     """Which operators' outputs a tier stores."""
     attention = _overloads(_ATTENTION, _always) | _overloads(_BATCHED_MATMULS, _no_larger_than_inputs)
     if tier == "pointwise":
-        return _overloads(_MATMULS, _always) | attention
+        return _overloads(_MATMULS, _wide_enough) | attention
     return attention if tier == "attention" else {}
 
 

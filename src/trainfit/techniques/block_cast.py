@@ -76,7 +76,9 @@ class CastForward:
             parameters = [parameter for _, _, parameter in weights]
             for copy in copies:
                 copy.untyped_storage().resize_(0)
-            _first_tensor(output).register_hook(partial(_refill, parameters, copies))
+            hidden = _first_tensor(output)
+            if hidden.requires_grad:  # else nothing trains in the block or before it, and nothing was saved
+                hidden.register_hook(partial(_refill, parameters, copies))
         return output
 
 

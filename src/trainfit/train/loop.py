@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainfit.errors import ResumeError
 from trainfit.hardware import Accelerator, Launch
@@ -28,9 +30,10 @@ from trainfit.train.recipe import Recipe
 from trainfit.train.run import OnEvent, Run
 from trainfit.train.run_folder import SUMMARY_FILE, RunFolder
 from trainfit.workload import Workload
+from trainfit.workload.huggingface import is_transformers_model
 
 # A run that goes on under other values of these would be another run: its weights or its position mean nothing there.
-_KEPT_ON_RESUME = ("model", "data", "seq_len", "seed")
+_KEPT_ON_RESUME = ("model", "adapter", "freeze", "train_only", "data", "seq_len", "seed")
 
 
 def train(
@@ -56,6 +59,9 @@ def train(
     began = time.perf_counter()
     plan = plan or {"strategy": strategy.to_json(), "hash": strategy.hash}
     launch = launch or Launch()
+    if resume:
+        workload = workload.copy(start=None)  # the checkpoint has all weights, and the folder may be gone
+    launch.share("weights", lambda: check_weights(workload))
     with ExitStack() as stack:
         setup = _Setup(recipe, workload, launch, on_event if launch.is_first else _nobody, resume)
         try:
@@ -69,7 +75,7 @@ def train(
         except BaseException:  # Ctrl-C included: a run that never began leaves no empty folders
             setup.undo()
             raise
-        launch.share("begin", lambda: setup.begin(plan))
+        launch.share("begin", lambda: setup.begin(plan, run.step.model))
         baseline = unigram_loss(setup.data.train, setup.data.held_out, run.held_out_indices, setup.data.vocab_size)
         setup.on_event(_started(run, workload, baseline))
         metrics = _metrics(run, launch)
@@ -83,6 +89,13 @@ def train(
         if not interrupted and launch.is_first:
             setup.folder.write_json(SUMMARY_FILE, report.to_json())
     return report
+
+
+def check_weights(workload: Workload) -> str:
+    """Raises ModelError where the weights to start from are not the model's, before anything is planned or made."""
+    if workload.start is not None:
+        workload.start.check(workload.meta_model())
+    return ""
 
 
 def _metrics(run: Run, launch: Launch) -> MetricsWriter | NoMetrics:
@@ -140,11 +153,12 @@ class _Setup:
             torch.manual_seed(recipe.seed + step.ranks.data_index)  # other data, other dropout
         return Run(recipe, step, self.data, accelerator, self.folder, steps, plan_hash, self.on_event)
 
-    def begin(self, plan: Mapping[str, Any]) -> str:
+    def begin(self, plan: Mapping[str, Any], model: nn.Module) -> str:
         """Rank 0: move an earlier run aside and write what this one is about to do."""
         if not self.resume and (archive := self.folder.archive()) is not None:
             self.on_event(Archived(archive))
-        self.folder.begin(plan, self.recipe.to_json())
+        config: Any = getattr(model, "config", None) if is_transformers_model(model) else None
+        self.folder.begin(plan, self.recipe.to_json(), config and json.loads(config.to_json_string()))
         return ""
 
     def undo(self) -> None:

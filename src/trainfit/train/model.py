@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 from trainfit.errors import ModelError, RecipeError
 from trainfit.train.recipe import Recipe
 from trainfit.units import format_count
-from trainfit.workload import AdamWSettings, Workload, builtin_names, resolve_workload, workload_from_config
+from trainfit.workload import (
+    AdamWSettings,
+    Workload,
+    builtin_names,
+    resolve_workload,
+    with_adapter,
+    with_frozen,
+    with_trained_only,
+    with_weights,
+    workload_from_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,15 +29,24 @@ if TYPE_CHECKING:
 def recipe_workload(recipe: Recipe) -> Workload:
     """A built-in name, a path relative to the recipe's folder, or the config written in the recipe.
 
-    A config in the recipe that leaves out vocab_size gets that of the tokenizer to be trained.
-    Raises ModelError when there is no such model, RecipeError for a key that its config does not have.
+    A config in the recipe that leaves out vocab_size gets that of the tokenizer to be trained. The recipe's adapter is
+    put in and what it freezes is frozen; its weights are not looked at.
+    Raises ModelError when there is no such model, RecipeError for a key that its config does not have and for targets
+    and patterns that name nothing.
     """
     if isinstance(recipe.model, str):
         builtin = recipe.model.lower() in builtin_names()
         workload = resolve_workload(recipe.model if builtin else _located(recipe, recipe.model), recipe.seq_len)
     else:
         workload = _of_config(recipe.model, recipe)
-    return workload.copy(optimizer=AdamWSettings(**recipe.optimizer.constants()))
+    workload = workload.copy(optimizer=AdamWSettings(**recipe.optimizer.constants()))
+    if recipe.adapter is not None:
+        workload = with_adapter(workload, recipe.adapter.lora())
+    if recipe.train_only is not None:
+        workload = with_trained_only(workload, recipe.train_only)
+    if recipe.freeze is not None:
+        workload = with_frozen(workload, recipe.freeze)
+    return workload if recipe.weights is None else with_weights(workload, recipe.resolve(recipe.weights))
 
 
 def _of_config(config: dict[str, Any], recipe: Recipe) -> Workload:

@@ -31,6 +31,7 @@ from trainfit.profile import (
     Zero,
 )
 from trainfit.units import parse_bytes, parse_count
+from trainfit.workload import LoRASettings
 
 PYTHON_STDLIB = "python-stdlib"
 MIN_VOCAB_SIZE = 257  # 256 byte values and the end-of-text token
@@ -129,6 +130,28 @@ class LossScaleSettings(_Section):
         return LossScale(**self.model_dump())
 
 
+class AdapterSettings(_Section):
+    """LoRA beside frozen weights; see LoRASettings. targets: last parts of module names, or all-linear."""
+
+    rank: PositiveInt = 8
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    targets: tuple[str, ...] | Literal["all-linear"] = ("q_proj", "v_proj")
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        if value in ("", []):
+            raise RecipeError("it must name at least one module, such as [q_proj, v_proj], or be all-linear")
+        return (value,) if isinstance(value, str) and value != "all-linear" else value
+
+    def lora(self) -> LoRASettings:
+        return LoRASettings(**self.model_dump())
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+
+
 class ScheduleSettings(_Section):
     """Linear warm-up over warmup_steps updates, then a cosine down to min_ratio of the peak."""
 
@@ -189,7 +212,10 @@ class PipelineSettings(_Section):
 
 
 class Recipe(_Section):
-    """One training run. memory None means all that the device has; steps None means `epochs` passes over the text."""
+    """One training run. memory None means all that the device has; steps None means `epochs` passes over the text.
+
+    weights: a folder of safetensors to start from. freeze, train_only: patterns on names of parameters.
+    """
 
     model: str | dict[str, Any]
     data: DataSettings
@@ -201,6 +227,10 @@ class Recipe(_Section):
     precision: Precision = "fp32"
     cast: Cast = "operator"
     loss_scale: LossScaleSettings | None = None
+    weights: str | None = None
+    adapter: AdapterSettings | None = None
+    freeze: Patterns | None = None
+    train_only: Patterns | None = None
     frozen_weights: FrozenStorage = "fp32"
     may_change: tuple[Literal["precision", "optimizer"], ...] = ()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -233,6 +263,8 @@ class Recipe(_Section):
         if (self.steps is None) == (self.epochs is None):
             both = f"steps {self.steps} and epochs {self.epochs} are both set; keep one"
             raise RecipeError(both if self.steps else "steps is missing; set steps or epochs")
+        if self.adapter is not None and self.train_only is not None:
+            raise RecipeError("adapter freezes everything but itself, so train_only has nothing to choose; keep one")
         if self.tokens_per_step < self.seq_len:
             raise RecipeError(
                 f"tokens_per_step {self.tokens_per_step} is less than one sequence of {self.seq_len} tokens; "

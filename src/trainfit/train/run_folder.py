@@ -1,4 +1,4 @@
-"""RunFolder: where a run keeps plan.json, recipe.json, data/, metrics, checkpoints/ and summary.json."""
+"""RunFolder: where a run keeps plan.json, recipe.json, config.json, data/, metrics, checkpoints/ and summary.json."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from trainfit.train.checkpoint import CHECKPOINTS_FOLDER, list_checkpoints
 from trainfit.train.metrics import METRICS_FILE, TENSORBOARD_FOLDER
 
 SUMMARY_FILE = "summary.json"
+CONFIG_FILE = "config.json"
 _OF_ONE_RUN = (
     "plan.json",
     "recipe.json",
+    CONFIG_FILE,
     METRICS_FILE,
     TENSORBOARD_FOLDER,
     CHECKPOINTS_FOLDER,
@@ -97,10 +99,17 @@ class RunFolder:
         partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, self.path / name)
 
-    def begin(self, plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-        """Writes what this run is about to do; a summary of an earlier part of it no longer holds."""
+    def begin(
+        self, plan: Mapping[str, Any], recipe: Mapping[str, Any], config: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes what this run is about to do; a summary of an earlier part of it no longer holds.
+
+        config: of a transformers model, so that an export need not find it where the recipe did.
+        """
         self.write_json("plan.json", plan)
         self.write_json("recipe.json", recipe)
+        if config is not None:
+            self.write_json(CONFIG_FILE, config)
         (self.path / SUMMARY_FILE).unlink(missing_ok=True)
 
     @contextmanager

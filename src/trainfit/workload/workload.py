@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.workload.anatomy import Anatomy, dissect
+from trainfit.workload.start import StartWeights
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Workload:
     tensor_plan: how a tensor dimension of the mesh splits modules, by name: colwise and rowwise for nn.Linear, sequence
         for a module that treats tokens one by one. "*" stands for one part of a dotted name. None takes the plan that
         transformers has for its own models.
+    start: the weights that a run begins with; None for those that make_model draws. A rehearsal does not read them.
+    notes: sentences for the user about how the model was changed.
     Raises RecipeError if seq_len is below 1 or above max_seq_len, ModelError if vocab_size is below 1.
     """
 
@@ -45,6 +49,8 @@ class Workload:
     optimizer: AdamWSettings = AdamWSettings()
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     tensor_plan: Mapping[str, str] | None = None
+    start: StartWeights | None = None
+    notes: tuple[str, ...] = ()
     _cache: dict[str, Anatomy] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +70,7 @@ class Workload:
         Raises ModelError if the model cannot be built.
         """
         if "anatomy" not in self._cache:
-            self._cache["anatomy"] = dissect(self._meta_model(), vocab_size=self.vocab_size)
+            self._cache["anatomy"] = dissect(self.meta_model(), vocab_size=self.vocab_size)
         return self._cache["anatomy"]
 
     def with_seq_len(self, seq_len: int) -> Workload:
@@ -77,7 +83,13 @@ class Workload:
         other._cache.update(self._cache)
         return other
 
-    def _meta_model(self) -> nn.Module:
+    def changed(self, change: Callable[[nn.Module], None], words: str, notes: Sequence[str] = ()) -> Workload:
+        """A workload whose models go through `change`, in place, when they are made; words: for its name."""
+        make_model = partial(_made_and_changed, self.make_model, change)
+        return replace(self, make_model=make_model, name=f"{self.name}+{words}", notes=(*self.notes, *notes))
+
+    def meta_model(self) -> nn.Module:
+        """A new model without memory. Raises ModelError if it cannot be built."""
         try:
             with torch.device("meta"):
                 return self.make_model()
@@ -86,3 +98,9 @@ class Workload:
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(f"{self.name} cannot be built: {reason}; check its sizes in the config") from error
+
+
+def _made_and_changed(make_model: Callable[[], nn.Module], change: Callable[[nn.Module], None]) -> nn.Module:
+    model = make_model()
+    change(model)
+    return model

@@ -16,7 +16,7 @@ from trainfit.hardware import Accelerator, Hardware, accelerator, find_device
 from trainfit.profile import LossScale, OptimizerVariant
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
-from trainfit.workload import MicroBatch, Workload, workload_from_config
+from trainfit.workload import LoRASettings, MicroBatch, Workload, with_adapter, workload_from_config
 
 LENGTH = 64
 CONFIGS = {
@@ -209,3 +209,22 @@ def test_fp16_with_fused_adamw_is_refused_where_that_ignores_the_scaler(npu: Acc
     ):
         build(workload, npu, precision="fp16")
     build(workload, accelerator("cpu"), precision="fp16")  # the host's own fused AdamW skips
+
+
+@pytest.mark.parametrize("storage", ["half", "int8", "nf4"])
+def test_frozen_weights_are_made_small_on_the_host_and_train_on_the_device(storage: str):
+    """The whole fp32 model never lies on the device; codes, scales and tables do."""
+    workload = with_adapter(workload_of("llama"), LoRASettings(rank=4))
+    strategy = Strategy(2, 2, "bf16", parse_tiers(MIXED, 4), 4, frozen_weights=storage)  # type: ignore[arg-type]
+    losses = []
+    for device in (accelerator("cpu"), accelerator("npu")):
+        torch.manual_seed(0)
+        device.memory.reset_peak()
+        before = device.memory.current_bytes()
+        step = build_step(workload, strategy, device)
+        if device.kind == "npu":
+            whole = sum(p.numel() * 4 for p in workload.meta_model().parameters())
+            assert device.memory.peak_bytes() - before < 0.75 * whole
+            assert {p.device.type for p in step.model.parameters()} == {"npu"}
+        losses.append([float(step(window(workload)).loss) for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
