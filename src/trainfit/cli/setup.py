@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +17,13 @@ from trainfit.plan import Plan, Target, choose
 from trainfit.profile import PRECISIONS, Layout, Precision
 from trainfit.step import Strategy, parse_tiers
 from trainfit.step.build import prepare as prepare_build
-from trainfit.step.strategy import describe_strategy
+from trainfit.step.strategy import describe_strategy, describe_variant, parse_variant
 from trainfit.techniques.chunked_loss import auto_chunks
 from trainfit.train import Recipe, load_recipe, recipe_workload
 from trainfit.units import format_bytes
 from trainfit.workload import Workload, resolve_workload
+
+_UNCLIPPED = "nothing is clipped: an update in backward knows no norm of all gradients"
 
 Say = Callable[[str], None]
 
@@ -73,7 +76,7 @@ def prepare(options: StepOptions, recipe: Recipe | None, hardware: Hardware, say
     workload = open_workload(options.model, recipe, options.seq_len)
     if options.micro_batch is not None:
         step = _prepare_step(replace(options, precision=options.precision or recipe.precision), workload, hardware)
-        return replace(step, max_grad_norm=recipe.max_grad_norm)
+        return replace(step, max_grad_norm=recipe.max_grad_norm if step.max_grad_norm else None)
     if options.said:
         devices = f" --devices {options.devices}" if options.devices > 1 else ""
         raise RecipeError(
@@ -101,7 +104,13 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware) 
     tiers = parse_tiers(options.activation, len(workload.anatomy().blocks))
     chunks, chunk_notes = _loss_chunks(options.loss_chunks, workload, micro_batch * workload.seq_len)
     mesh, zero = options.mesh_and_zero()
-    strategy = Strategy(micro_batch, options.accumulation, precision, tiers, chunks, mesh=mesh, zero=zero)
+    variant = parse_variant(options.optimizer)
+    cast: Any = options.cast  # Strategy looks at it
+    strategy = Strategy(
+        micro_batch, options.accumulation, precision, tiers, chunks, variant, cast, mesh=mesh, zero=zero
+    )
+    if variant.update == "backward":
+        return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))
     return Setup(workload, strategy, notes=(*notes, *chunk_notes))
 
 
@@ -170,6 +179,13 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
         raise RecipeError(
             f"the plan computes in {plan.strategy.precision}, the recipe in {target.precision}; "
             "plan again or set may_change=[precision]"
+        )
+    if "optimizer" not in target.may_change and plan.strategy.optimizer != target.optimizer:
+        planned, asked = (
+            ", ".join(describe_variant(each)) or "fused AdamW" for each in (plan.strategy.optimizer, target.optimizer)
+        )
+        raise RecipeError(
+            f"the plan's optimizer is {planned}, the recipe's {asked}; plan again or set may_change=[optimizer]"
         )
     allowed = target.allowed_bytes(hardware.spec.kind)
     if plan.predicted.peak_bytes > allowed:

@@ -53,6 +53,11 @@ def rehearse(
     with fake_ranks(strategy.mesh, rank, hardware) as ranks, fake_tensors():
         device = rehearsed(hardware.spec.kind)
         step = build_step(workload, strategy, device, max_grad_norm=max_grad_norm, ranks=ranks)
+        if workload.make_optimizer is not None:  # its states come with its first step
+            with FakeKernels(), model_errors():
+                step(
+                    micro_batches or [full_micro_batch(workload, strategy) for _ in range(strategy.accumulation_steps)]
+                )
         if micro_batches is not None:
             return watch_step(step, micro_batches, hardware)
         return _watch_full_window(step, workload, hardware)

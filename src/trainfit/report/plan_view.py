@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.report.pieces import bar, table
-from trainfit.step.strategy import format_tiers
+from trainfit.step.strategy import Strategy, describe_variant, format_tiers
 from trainfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def _sides(plan: Plan) -> Table:
     made.add_row("micro batch", *(f"{s.micro_batch_size} x {seq_len} tokens" for s in both))
     made.add_row("accumulation", *(str(s.accumulation_steps) for s in both))
     made.add_row("precision", *(s.precision for s in both))
+    if any(map(variant_words, both)):
+        made.add_row("optimizer", *(_clip(variant_words(s) or "AdamW", _TIERS_WIDTH) for s in both))
     made.add_row("activation", *(_clip(format_tiers(s.tiers), _TIERS_WIDTH) for s in both))
     made.add_row("loss chunks", *(str(s.loss_chunks) for s in both))
     peaks = (plan.plain.peak_bytes, plan.predicted.peak_bytes)
@@ -45,6 +47,11 @@ def _sides(plan: Plan) -> Table:
     seconds = (plan.plain.step_seconds, plan.predicted.step_seconds)
     made.add_row("step time", *(format_seconds(s) if s else "-" for s in seconds))
     return made
+
+
+def variant_words(strategy: Strategy) -> str:
+    """How the optimizer keeps things, "" where nothing is special."""
+    return ", ".join(describe_variant(strategy.optimizer))
 
 
 def _colour(peak_bytes: int, plan: Plan) -> str:
@@ -61,9 +68,9 @@ def _budget_bar(peak_bytes: int, longest: int, plan: Plan, width: int = 24) -> T
 
 def alternatives_table(plan: Plan) -> Table:
     """What lost, and why; peaks that were rehearsed and not only estimated have an asterisk."""
-    columns = ("batch", "activation", "chunks", "dtype", "peak", "step", "why not")
+    columns = ("batch", "activation", "chunks", "dtype and optimizer", "peak", "step", "why not")
     made = table(*columns, title="What lost (* rehearsed, the others estimated)")
-    for name in ("activation", "why not"):
+    for name in ("activation", "dtype and optimizer", "why not"):
         column = made.columns[columns.index(name)]
         column.justify, column.no_wrap = "left", name == "activation"
     for alternative in plan.alternatives[:MAX_ALTERNATIVES]:
@@ -79,7 +86,7 @@ def _alternative_row(alternative: Alternative) -> tuple[str, ...]:
         f"{strategy.micro_batch_size} x {strategy.accumulation_steps}",
         _clip(format_tiers(strategy.tiers), _TIERS_WIDTH),
         str(strategy.loss_chunks),
-        strategy.precision,
+        ", ".join(filter(None, [strategy.precision, variant_words(strategy)])),
         format_bytes(alternative.peak_bytes) + ("*" if alternative.rehearsed else " "),
         format_seconds(alternative.step_seconds) if alternative.step_seconds else "-",
         alternative.why,

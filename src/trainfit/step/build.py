@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from trainfit.errors import RecipeError
+from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import Accelerator, Ranks, ranks_of
 from trainfit.step.strategy import Strategy, settings_without_effect
 from trainfit.step.train_step import TrainStep
@@ -114,3 +114,11 @@ def _whole_loss(workload: Workload, model: nn.Module, split: HeadSplit | str) ->
         return plain_loss(split, batch, scale, observe)
 
     return of_model if isinstance(split, str) else of_split
+
+
+def _check_loss_dtype(loss: Tensor, workload: Workload) -> None:
+    if loss.dtype in (torch.bfloat16, torch.float16):
+        raise ModelError(
+            f"the loss of {workload.name} comes in {str(loss.dtype).removeprefix('torch.')}: summed over a micro batch "
+            f"and a vocabulary of {workload.vocab_size} it keeps two or three digits; compute it from output.float()"
+        )

@@ -327,6 +327,24 @@ def _describe_mesh(strategy: Strategy) -> list[str]:
     return words
 
 
+def parse_variant(text: str) -> OptimizerVariant:
+    """An optimizer variant from "weights=bf16_residual,states=int8"; the plain one from "".
+
+    Raises RecipeError for another key; Strategy looks at the values.
+    """
+    known = [each.name for each in fields(OptimizerVariant)]
+    values: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or key not in known:
+            raise RecipeError(
+                f"optimizer {part!r} is not understood; give KEY=VALUE,... with keys {', '.join(known)}, such as "
+                "weights=bf16_residual,states=int8"
+            )
+        values[key] = value
+    return OptimizerVariant(**values)  # type: ignore[arg-type]
+
+
 def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:
     """Tiers of num_blocks blocks from "keep", "every:2" or "6*full,2*pointwise".
 

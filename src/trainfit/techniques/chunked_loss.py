@@ -164,7 +164,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 assert parameter.grad is not None
                 gradients[index] = GradientSum(parameter.grad, is_empty=False)
             elif wanted:
-                own[index] = buffer = torch.empty_like(parameter)
+                # Half weights may have fp32 gradients, and pieces add up in these.
+                dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
+                own[index] = buffer = torch.empty_like(parameter, dtype=dtype)
                 gradients[index] = GradientSum(buffer, is_empty=True)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         pieces = zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), _chunks(hidden_gradient, num_chunks))

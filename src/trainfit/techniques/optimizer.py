@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
-from trainfit.errors import RecipeError
+from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import Accelerator
 from trainfit.hardware.ranks import local_part
 from trainfit.profile import Accuracy, OptimizerVariant, Precision
@@ -39,6 +39,9 @@ class OptimizerStates:
 
     def apply(self, build: Build, setting: OptimizerVariant) -> None:
         mesh = build.ranks.mesh
+        if build.workload.make_optimizer is not None:
+            build.optimizer = _own_optimizer(build, setting)
+            return
         if setting.update == "backward" and mesh.replicate > 1:
             raise RecipeError(
                 f"optimizer.update backward updates before the {mesh.replicate} copies of mesh.replicate have summed "
@@ -59,6 +62,32 @@ class OptimizerStates:
         if setting.update == "backward":
             build.updates_in_backward = True
             update_in_backward(build.optimizer)
+
+
+def _own_optimizer(build: Build, setting: OptimizerVariant) -> Optimizer:
+    """The workload's own. Raises RecipeError for a variant beside it, ModelError for others' parameters."""
+    if setting != OptimizerVariant():
+        raise RecipeError(
+            f"{build.workload.name} brings an optimizer of its own, which decides how states are kept; leave the "
+            "strategy's optimizer out, or the workload's make_optimizer"
+        )
+    assert build.workload.make_optimizer is not None
+    trained = [(name, p) for name, p in build.model.named_parameters() if p.requires_grad]
+    optimizer = build.workload.make_optimizer(trained)
+    known = {id(p) for p in build.model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if strangers := [p for p in held if id(p) not in known]:
+        raise ModelError(
+            f"the optimizer holds {len(strangers)} of {len(held)} parameters that the model does not have, such as one "
+            f"of shape {tuple(strangers[0].shape)}: sharding, casts and adapters replace some; make it from those "
+            "that make_optimizer is given"
+        )
+    if missing := [name for name, p in trained if all(p is not other for other in held)]:
+        raise ModelError(
+            f"the optimizer leaves out {len(missing)} of {len(trained)} parameters that train, such as {missing[0]}; "
+            "give it all, or freeze them"
+        )
+    return optimizer
 
 
 def make_optimizer(

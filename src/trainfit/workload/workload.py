@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.workload.anatomy import Anatomy, dissect
@@ -32,6 +33,7 @@ class Workload:
     make_model: a new model with fp32 parameters on the current default device; works under FakeTensorMode and
         torch.device("meta"). It draws from the global random generator, so seed first.
     max_seq_len: positions the model has, None if it does not say.
+    make_optimizer: (named parameters that train) -> an optimizer of your own, in the place of AdamW and its settings.
     loss: None for token cross entropy, else loss(output, labels) -> SUM over the valid labels.
     tensor_plan: how a tensor dimension of the mesh splits modules, by name: colwise and rowwise for nn.Linear, sequence
         for a module that treats tokens one by one. "*" stands for one part of a dotted name. None takes the plan that
@@ -47,6 +49,7 @@ class Workload:
     max_seq_len: int | None
     seq_len: int
     optimizer: AdamWSettings = AdamWSettings()
+    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer] | None = None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     tensor_plan: Mapping[str, str] | None = None
     start: StartWeights | None = None
