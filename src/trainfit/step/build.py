@@ -26,6 +26,9 @@ from trainfit.workload import HeadSplit, Workload, dissect, run_model, split_hea
 from trainfit.workload.batch import MicroBatch
 
 
+LARGE_VOCABULARY = 1024  # over so many scores sums in 8 or 11 bits go wrong
+
+
 def build_step(
     workload: Workload,
     strategy: Strategy,
@@ -106,8 +109,8 @@ def _whole_loss(workload: Workload, model: nn.Module, split: HeadSplit | str) ->
         output = run_model(model, batch.inputs)
         observe("loss")
         summed = loss(output, batch.labels)
-        # A loss that stayed in fp16 would overflow under its scale.
-        return (summed.float() if summed.dtype == torch.float16 else summed) * scale
+        _check_loss_dtype(summed, workload)
+        return summed.float() * scale  # one that stayed in fp16 would overflow under its scale
 
     def of_split(batch: MicroBatch, scale: float, observe: Observer) -> Tensor:
         assert isinstance(split, HeadSplit)
@@ -117,7 +120,7 @@ def _whole_loss(workload: Workload, model: nn.Module, split: HeadSplit | str) ->
 
 
 def _check_loss_dtype(loss: Tensor, workload: Workload) -> None:
-    if loss.dtype in (torch.bfloat16, torch.float16):
+    if loss.dtype in (torch.bfloat16, torch.float16) and workload.vocab_size >= LARGE_VOCABULARY:
         raise ModelError(
             f"the loss of {workload.name} comes in {str(loss.dtype).removeprefix('torch.')}: summed over a micro batch "
             f"and a vocabulary of {workload.vocab_size} it keeps two or three digits; compute it from output.float()"
