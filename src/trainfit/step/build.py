@@ -25,7 +25,6 @@ from trainfit.units import format_count
 from trainfit.workload import HeadSplit, Workload, dissect, run_model, split_head
 from trainfit.workload.batch import MicroBatch
 
-
 LARGE_VOCABULARY = 1024  # over so many scores sums in 8 or 11 bits go wrong
 
 
