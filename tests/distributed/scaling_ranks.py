@@ -1,4 +1,4 @@
-"""What test_loss_scaling.py runs on each rank."""
+"""What test_rank_loss_scaling.py runs on each rank."""
 
 from __future__ import annotations
 

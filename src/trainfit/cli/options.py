@@ -33,9 +33,10 @@ ActivationOption = Annotated[
 ]
 LossChunksOption = Annotated[str, typer.Option(metavar="N|auto", help="Chunks in which head and loss are computed.")]
 OptimizerOption = Annotated[
-    str, typer.Option(metavar="KEY=VALUE,...", help="How it keeps things, such as weights=bf16_residual,states=int8.")
+    str | None,
+    typer.Option(metavar="KEY=VALUE,...", help="Such as weights=bf16_residual,states=int8."),
 ]
-CastOption = Annotated[str, typer.Option(metavar="operator|block", help="Where fp32 weights are cast to bf16 or fp16.")]
+CastOption = Annotated[str | None, typer.Option(metavar="operator|block", help="Where fp32 weights are cast.")]
 DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that run the step together, a process each.")]
 ZeroStageOption = Annotated[
     int, typer.Option(metavar="0|1|2|3", help="What they share: nothing, optimizer states, gradients, parameters.")
@@ -72,8 +73,8 @@ class StepOptions:
     precision: str | None = None
     activation: str = "keep"
     loss_chunks: str = "1"
-    optimizer: str = ""
-    cast: str = "operator"
+    optimizer: str | None = None
+    cast: str | None = None
     devices: int = 1
     zero_stage: int = 0
     tensor: int = 1

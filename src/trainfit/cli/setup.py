@@ -14,7 +14,7 @@ from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
 from trainfit.hardware import Accelerator, Hardware, Launch, accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.profile import PRECISIONS, Layout, Precision
+from trainfit.profile import PRECISIONS, Layout, OptimizerVariant, Precision
 from trainfit.step import Strategy, parse_tiers
 from trainfit.step.build import prepare as prepare_build
 from trainfit.step.strategy import describe_strategy, describe_variant, parse_variant
@@ -75,7 +75,8 @@ def prepare(options: StepOptions, recipe: Recipe | None, hardware: Hardware, say
         return _prepare_step(options, open_workload(options.model, None, options.seq_len), hardware)
     workload = open_workload(options.model, recipe, options.seq_len)
     if options.micro_batch is not None:
-        step = _prepare_step(replace(options, precision=options.precision or recipe.precision), workload, hardware)
+        precision = options.precision or recipe.precision
+        step = _prepare_step(replace(options, precision=precision), workload, hardware, recipe)
         return replace(step, max_grad_norm=recipe.max_grad_norm if step.max_grad_norm else None)
     if options.said:
         devices = f" --devices {options.devices}" if options.devices > 1 else ""
@@ -98,16 +99,31 @@ def open_workload(model: str, recipe: Recipe | None, seq_len: int | None) -> Wor
     return resolve_workload(model, seq_len)
 
 
-def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware) -> Setup:
+def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, recipe: Recipe | None = None) -> Setup:
+    """recipe: says what the options leave open of optimizer, casts and loss scale."""
     precision, notes = choose_precision(options.precision or "fp32", hardware)
     micro_batch = options.micro_batch or 1
     tiers = parse_tiers(options.activation, len(workload.anatomy().blocks))
     chunks, chunk_notes = _loss_chunks(options.loss_chunks, workload, micro_batch * workload.seq_len)
     mesh, zero = options.mesh_and_zero()
-    variant = parse_variant(options.optimizer)
-    cast: Any = options.cast  # Strategy looks at it
+    own = recipe.optimizer.variant() if recipe is not None else OptimizerVariant()
+    variant = own if options.optimizer is None else parse_variant(options.optimizer)
+    cast: Any = options.cast or (recipe.cast if recipe is not None else "operator")  # Strategy looks at it
+    scale = None
+    if recipe is not None and recipe.loss_scale is not None and precision == "fp16":
+        scale = recipe.loss_scale.loss_scale()
     strategy = Strategy(
-        micro_batch, options.accumulation, precision, tiers, chunks, variant, cast, mesh=mesh, zero=zero
+        micro_batch,
+        options.accumulation,
+        precision,
+        tiers,
+        chunks,
+        variant,
+        cast if precision != "fp32" or options.cast else "operator",
+        scale,
+        "fp32" if recipe is None else recipe.frozen_weights,
+        mesh=mesh,
+        zero=zero,
     )
     if variant.update == "backward":
         return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))

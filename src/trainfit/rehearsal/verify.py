@@ -53,12 +53,22 @@ def verify(
 
     Plain training runs the same micro batches through the model's own forward, with full logits and a mean over the
     valid tokens of the window. Dropout draws the same numbers on both sides.
-    Raises RecipeError where the strategy rounds frozen weights.
+    Raises RecipeError where the strategy rounds weights, and where it leaves no gradients to compare.
     """
     if strategy.frozen_weights != "fp32":
         raise RecipeError(
             f"frozen_weights {strategy.frozen_weights} rounds weights before training, plain training would not; set "
             "frozen_weights: fp32 to verify the rest of the step"
+        )
+    if strategy.optimizer.weights != "fp32":
+        raise RecipeError(
+            f"optimizer.weights {strategy.optimizer.weights} rounds weights before training, plain training would not; "
+            "set optimizer.weights: fp32 to verify the rest of the step"
+        )
+    if strategy.optimizer.update == "backward":
+        raise RecipeError(
+            "optimizer.update backward drops each gradient in backward, so there are none to compare; set "
+            "optimizer.update: step, whose updates are the same to the bit"
         )
     torch.manual_seed(seed)
     with device.device:

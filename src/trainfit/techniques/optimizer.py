@@ -176,8 +176,28 @@ def store_weights(
     weights = WEIGHTS[variant.weights]
     if weights.half is None:
         return {}
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if any(isinstance(parameter, DTensor) for parameter in trained.values()):
+        beside = _split_sharded(root, model, trained, weights)
+    else:
+        beside = {}
+        for parameter in trained.values():
+            parameter.data, beside[parameter] = _split(parameter, weights)
+    for parameter in beside:
+        if variant.gradients == "fp32":
+            parameter.grad_dtype = torch.float32
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and variant.gradients == "fp32":
+            _reduce_into_fp32(module)
+    return beside
+
+
+def _split_sharded(
+    root: nn.Module, model: nn.Module, trained: Mapping[str, nn.Parameter], weights: Weights
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """By _apply, after which FSDP looks at its parameters again."""
     parts: dict[int, dict[str, Tensor]] = {}
+    before = {name: id(parameter) for name, parameter in trained.items()}
 
     def halved(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
@@ -189,16 +209,8 @@ def store_weights(
         half, parts[id(tensor)] = _split(tensor, weights)
         return half
 
-    before = {name: id(model.get_parameter(name)) for name in names}
     root._apply(halved)
-    beside = {model.get_parameter(name): parts[before[name]] for name in names}
-    for parameter in beside:
-        if variant.gradients == "fp32":
-            parameter.grad_dtype = torch.float32
-    for module in root.modules():
-        if isinstance(module, FSDPModule) and variant.gradients == "fp32":
-            _reduce_into_fp32(module)
-    return beside
+    return {model.get_parameter(name): parts[number] for name, number in before.items()}
 
 
 def _split(parameter: nn.Parameter, weights: Weights) -> tuple[Tensor, dict[str, Tensor]]:
