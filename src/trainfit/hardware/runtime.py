@@ -88,6 +88,11 @@ class Accelerator:
         return self._rehearses == "cpu"
 
     @property
+    def is_beside_host(self) -> bool:
+        """Whether what is made on the host must be moved: not in a rehearsal, whatever device it is of."""
+        return self._module is not None
+
+    @property
     def distributed_backend(self) -> str:
         """ "gloo", "nccl" or "hccl"."""
         return self._backend.distributed
