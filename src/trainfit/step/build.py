@@ -45,7 +45,7 @@ def build_step(
     """
     _check_clipping(strategy, max_grad_norm)
     apart = strategy.mesh.size > 1 or strategy.frozen_weights != "fp32"
-    on_host = model is None and apart and not accelerator.shares_host_memory
+    on_host = model is None and apart and accelerator.is_beside_host
     build = prepare(workload, accelerator, model, on_host=on_host)
     build.precision, build.cast = strategy.precision, strategy.cast
     build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
