@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.optim import Optimizer
 
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
@@ -23,7 +22,7 @@ from trainfit.rehearsal.operators import FakeKernels, OperatorCost
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.tracker import StorageTracker
 from trainfit.step import Strategy, TrainStep, build_step
-from trainfit.techniques.host_adamw import HostAdamW
+from trainfit.techniques.optimizer import states_on_device
 from trainfit.workload import Workload
 from trainfit.workload.batch import MicroBatch
 
@@ -209,14 +208,6 @@ def resident_parameters(step: TrainStep) -> list[Tensor]:
 def optimizer_states(step: TrainStep) -> list[Tensor]:
     """What stays on the device between steps beside the model: the optimizer's, and those of loss scaling."""
     return states_on_device(step.optimizer) + ([] if step.scaling is None else step.scaling.tensors)
-
-
-def states_on_device(optimizer: Optimizer) -> list[Tensor]:
-    """What an optimizer keeps where its parameters are."""
-    if isinstance(optimizer, HostAdamW):
-        return []
-    states = (value for state in optimizer.state.values() for value in state.values())
-    return [value for value in states if isinstance(value, Tensor)]
 
 
 def operator_cost(hardware: Hardware) -> OperatorCost:

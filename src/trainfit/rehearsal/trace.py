@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainfit.hardware import Hardware
 from trainfit.hardware.runtime import rehearsed
 from trainfit.profile import TIERS, BlockTrace, FrozenStorage, OptimizerVariant, Precision, ShellTrace, Tier
-from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost, states_on_device
+from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques import Build
 from trainfit.techniques.activation import recompute_block
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
 from trainfit.techniques.frozen_weights import FrozenWeights
-from trainfit.techniques.optimizer import OptimizerStates
+from trainfit.techniques.optimizer import OptimizerStates, states_on_device
 from trainfit.workload import MicroBatch, Workload, run_model
 
 

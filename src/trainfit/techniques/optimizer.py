@@ -123,6 +123,15 @@ def make_optimizer(
     return stored
 
 
+def states_on_device(optimizer: Optimizer) -> list[Tensor]:
+    """What an optimizer keeps where its parameters are."""
+    if isinstance(optimizer, HostAdamW):
+        return []
+    states = (value for state in optimizer.state.values() for value in state.values())
+    tables = optimizer.tables if isinstance(optimizer, StoredAdamW) else []
+    return [*(value for value in states if isinstance(value, Tensor)), *tables]
+
+
 def is_stored(variant: OptimizerVariant) -> bool:
     """Whether it takes StoredAdamW; torch's own AdamW is one kernel for all parameters."""
     plain = OptimizerVariant(kernel=variant.kernel)

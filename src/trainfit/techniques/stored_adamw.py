@@ -58,6 +58,11 @@ class StoredAdamW(Optimizer):
             state |= beside.get(parameter, {})
             self.state[parameter] = {name: like_parameter(value, parameter) for name, value in state.items()}
 
+    @property
+    def tables(self) -> list[Tensor]:
+        """What its moments are read by, beside their states."""
+        return [table for moment in self._moments for table in moment.tables]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:

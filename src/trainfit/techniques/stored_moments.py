@@ -12,7 +12,7 @@ and what is not zero is never rounded to zero, where a step would be divided by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -26,9 +26,12 @@ _FP8 = torch.float8_e4m3fn
 
 
 class Moment(Protocol):
-    """A moment's states are named after it: name, name_scale."""
+    """A moment's states are named after it: name, name_scale. tables: tensors that all parameters' are read by."""
 
     name: str
+
+    @property
+    def tables(self) -> Sequence[Tensor]: ...
 
     def first(self, like: Tensor) -> dict[str, Tensor]:
         """Zeros for a parameter or this rank's part of it."""
@@ -44,6 +47,7 @@ class FloatMoment:
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
+        self.tables: Sequence[Tensor] = ()
 
     def first(self, like: Tensor) -> dict[str, Tensor]:
         return {self.name: torch.zeros_like(like, dtype=self.dtype, memory_format=torch.contiguous_format)}
@@ -63,6 +67,10 @@ class BlockMoment:
         """keeps_root: see NOTE [ The root of the second moment ]; such a moment has no sign."""
         self.name, self._scale, self._fp8, self._keeps_root = name, f"{name}_scale", fp8, keeps_root
         self._maps: dict[torch.device, Tensor] = {}
+
+    @property
+    def tables(self) -> Sequence[Tensor]:
+        return list(self._maps.values())
 
     def first(self, like: Tensor) -> dict[str, Tensor]:
         *rows, columns = like.shape
