@@ -37,6 +37,10 @@ def choose(
     the device lacks and RecipeError for a target of another sequence length than the workload's.
     """
     hardware.require(target.precision)
+    if workload.make_optimizer is not None and "optimizer" in target.may_change:
+        raise RecipeError(
+            f"{workload.name} brings an optimizer of its own, which no plan can change; take optimizer out of may_change"
+        )
     if target.seq_len != workload.seq_len:
         raise RecipeError(
             f"the target's seq_len is {target.seq_len}, the workload's {workload.seq_len}; make them equal"

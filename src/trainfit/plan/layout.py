@@ -38,9 +38,19 @@ def shares_of(layout: Layout) -> Shares:
 
 
 def resident_of(
-    facts: ModelFacts, layout: Layout, hardware: Hardware, *, batch_bytes: int, shared_bytes: int, accumulates: bool
+    facts: ModelFacts,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    batch_bytes: int,
+    shared_bytes: int,
+    accumulates: bool,
+    gathered: float = 1.0,
 ) -> Resident:
-    """Bytes and seconds of one rank beside its activations."""
+    """Bytes and seconds of one rank beside its activations.
+
+    gathered: the size of gathered parameters over that of their shards, where they come in another dtype.
+    """
     mesh = layout.mesh
     zero = layout.zero if mesh.data > 1 else Zero()  # a rank with nobody to share with gathers nothing
     split = mesh.tensor * mesh.pipeline
@@ -50,9 +60,9 @@ def resident_of(
     outside = max(0, facts.parameter_bytes - facts.block_bytes) // split
     working = 0
     if zero.stage in (1, 2):
-        working = parameters
+        working = int(parameters * gathered)
     elif zero.stage == 3:
-        working = outside + (1 + zero.prefetch) * block
+        working = int((outside + (1 + zero.prefetch) * block) * gathered)
     if zero.stage and zero.reduces_each_micro_batch:
         working += 2 * block
     left = gradients // sharded if zero.reduces_each_micro_batch else gradients
@@ -64,7 +74,7 @@ def resident_of(
         earlier_gradient_bytes=left if accumulates else 0,
         working_bytes=working,
         update_bytes=facts.update_peak_bytes // split // sharded,
-        **_seconds(facts, layout, hardware, parameters, gradients),
+        **_seconds(facts, layout, hardware, int(parameters * gathered), gradients),
     )
 
 

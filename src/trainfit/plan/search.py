@@ -13,7 +13,7 @@ from trainfit.plan.cost import BlockTable, Floats, Integers, peak_bytes, step_se
 from trainfit.plan.layout import resident_of, shares_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share, variants_for, weight_of
-from trainfit.profile import TIERS, Layout, OptimizerVariant, Precision, Tier
+from trainfit.profile import TIERS, Cast, Layout, OptimizerVariant, Precision, Tier
 from trainfit.rehearsal.trace import ModelFacts, Tracer
 from trainfit.step.strategy import Strategy
 from trainfit.techniques.chunked_loss import auto_chunks
@@ -80,6 +80,8 @@ def candidates(
         return  # stages would wait for each other
     if variant.update == "backward" and accumulation_steps > 1:
         return  # each micro batch would be a step
+    # Half weights need no cast.
+    cast: Cast = target.cast if precision != "fp32" and variant.weights == "fp32" else "operator"
     weight = weight_of(target, precision, variant)
     gradients = gradient_share(tracer.variant, variant)
     chunks = chunk_counts(facts, micro_batch_size * target.seq_len)
@@ -94,6 +96,7 @@ def candidates(
         batch_bytes=sequences * target.seq_len * _ID_BYTES,
         shared_bytes=trace.shared_bytes,
         accumulates=accumulates,
+        gathered=0.5 if cast == "block" else 1.0,
     )
     for loss_chunks in chunks:
         shell = trace.shell[loss_chunks]
@@ -109,7 +112,7 @@ def candidates(
                 names,
                 loss_chunks,
                 variant,
-                target.cast if precision != "fp32" else "operator",
+                cast,
                 target.loss_scale if precision == "fp16" else None,
                 target.frozen_weights,
                 mesh=layout.mesh,

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.hardware.host import HOST_BYTES_PER_SECOND
 from trainfit.plan.target import Target
 from trainfit.profile import Accuracy, Layout, OptimizerVariant, Precision, WeightStorage
 from trainfit.rehearsal.trace import ModelFacts, Tracer
+from trainfit.step.strategy import Strategy
 from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, is_stored
 from trainfit.workload import Workload
 
@@ -48,6 +50,7 @@ class Tracers:
                 traced,
                 frozen_weights=self.target.frozen_weights,
                 precision=self.target.precision,
+                cast=self.target.cast if not is_half else "operator",
             )
         return self._made[traced]
 
@@ -106,7 +109,7 @@ def variants_of(
 
     on_host: whether the device computes in host memory, so that nothing is gained by moving states there.
     """
-    if asked.kind != "adamw":
+    if asked.kind != "adamw":  # nothing of these is known of other methods
         return []
     kept = [asked]
     if precision == "bf16" and asked.weights == "fp32":
@@ -120,7 +123,16 @@ def variants_of(
         kept += [replace(asked, place="host")]
         if precision == "bf16" and asked.weights == "fp32":
             kept += [replace(asked, weights="bf16_master", gradients="half", place="host")]
-    return kept[1:]
+    return [variant for variant in kept[1:] if _works(variant, precision)]
+
+
+def _works(variant: OptimizerVariant, precision: Precision) -> bool:
+    """Whether a strategy takes it; what was asked for may not go together with what saves more."""
+    try:
+        Strategy(1, precision=precision, optimizer=variant)
+    except RecipeError:
+        return False
+    return True
 
 
 def weight_of(target: Target, precision: Precision, variant: OptimizerVariant) -> float:

@@ -14,12 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.hardware import Hardware
 from trainfit.hardware.runtime import rehearsed
-from trainfit.profile import TIERS, BlockTrace, FrozenStorage, OptimizerVariant, Precision, ShellTrace, Tier
+from trainfit.profile import TIERS, BlockTrace, Cast, FrozenStorage, OptimizerVariant, Precision, ShellTrace, Tier
 from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques import Build
 from trainfit.techniques.activation import recompute_block
+from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
 from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.optimizer import OptimizerStates, states_on_device
@@ -74,8 +75,9 @@ class Tracer:
         *,
         frozen_weights: FrozenStorage = "fp32",
         precision: Precision = "fp32",
+        cast: Cast = "operator",
     ) -> None:
-        """frozen_weights: how they are kept where the compute dtype is `precision`."""
+        """frozen_weights: how they are kept where the compute dtype is `precision`. cast: see Strategy."""
         self.workload, self.hardware = workload, hardware
         self.variant = variant or OptimizerVariant()
         self._cost = operator_cost(hardware)
@@ -87,6 +89,7 @@ class Tracer:
             self._carries = _carries_gradients(self._build)
             self._build.precision = self._precision = precision
             FrozenWeights().apply(self._build, frozen_weights)
+            BlockCasts().apply(self._build, cast)
             OptimizerStates().apply(self._build, self.variant)
             self.facts = self._facts()
 
@@ -150,8 +153,15 @@ class Tracer:
         if self._build.updates_in_backward:
             return 0, 0, 0.0  # part of each block's backward
         trained = [p for p in self._build.model.parameters() if p.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+        def set_gradients() -> None:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+        set_gradients()
+        if self.workload.make_optimizer is not None:
+            self._optimizer.step()  # its states come with its first step
+            set_gradients()
         gradients = [p.grad for p in trained if p.grad is not None]
         tracker = self._tracker()
         tracker.register(gradients, "gradients")
@@ -231,13 +241,14 @@ class Tracer:
         return captured
 
     def _trace_block(self, block: nn.Module, tier: Tier, precision: Precision, inputs: Any) -> BlockTrace:
+        before = vars(block).get("forward")
         if tier != "keep":
             recompute_block(block, tier, self._build.accelerator)
         try:
             args, kwargs = _leaves(inputs, carries=self._carries)
             return self._trace_call(lambda: block(*args, **kwargs), _tensors((args, kwargs)), precision)
         finally:
-            block.__dict__.pop("forward", None)
+            _put_back(block, before)
             self._reset_gradients()
 
     def _trace_call(self, call: Any, inputs: list[Tensor], precision: Precision) -> BlockTrace:
@@ -316,13 +327,21 @@ class Tracer:
 
             return forward
 
+        before = [vars(block).get("forward") for block in blocks]
         for index, block in enumerate(blocks):
             block.forward = empty(index)
         try:
             yield
         finally:
-            for block in blocks:
-                block.__dict__.pop("forward", None)
+            for block, forward in zip(blocks, before):
+                _put_back(block, forward)
+
+
+def _put_back(block: nn.Module, forward: Any) -> None:
+    """forward: what was set on the block itself; None for its class's."""
+    block.__dict__.pop("forward", None)
+    if forward is not None:
+        block.forward = forward
 
 
 class _AllCaptured(Exception):  # noqa: N818

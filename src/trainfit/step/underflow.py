@@ -18,7 +18,8 @@ from trainfit.workload.batch import MicroBatch
 class Underflow:
     """Shares of zeros among the gradient elements of the blocks' matrices.
 
-    with_blocks: with a scale for each block. with_one: with one scale for all, the largest at which no block overflows.
+    with_blocks: with a scale for each block. with_one: with the smallest of these for all, at which every block has the
+    headroom that its own scale leaves it.
     """
 
     with_blocks: float
@@ -36,11 +37,13 @@ def count_underflow(step: TrainStep, micro_batches: Sequence[MicroBatch]) -> Und
     buffers = [(buffer, buffer.clone()) for buffer in step.model.buffers()]
     shares = []
     for scales in (step.scaling.book.scales, [min(step.scaling.book.scales)] * len(step.scaling.book.scales)):
-        with step.scaling.other_scales(scales):
-            shares.append(_share_of_zeros(step, micro_batches))
-        step.accelerator.rng.set_state(random)
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        try:
+            with step.scaling.other_scales(scales):
+                shares.append(_share_of_zeros(step, micro_batches))
+        finally:
+            step.accelerator.rng.set_state(random)
+            for buffer, before in buffers:
+                buffer.copy_(before)
     return Underflow(*shares)
 
 
@@ -49,7 +52,8 @@ def _share_of_zeros(step: TrainStep, micro_batches: Sequence[MicroBatch]) -> flo
         step._scaled_gradients(micro_batches)
         blocks = [step.model.get_submodule(name) for name in step.anatomy.blocks]
         matrices = [p.grad for block in blocks for p in block.parameters() if p.dim() >= 2 and p.grad is not None]
-        counts = torch.stack([_zeros(local_part(gradient)) for gradient in matrices]).sum(0)
+        nothing = torch.zeros(2, dtype=torch.long, device=step.accelerator.device)
+        counts = torch.stack([nothing, *(_zeros(local_part(gradient)) for gradient in matrices)]).sum(0)
     except BaseException:
         step._sync.abandon()
         raise

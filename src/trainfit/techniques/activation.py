@@ -109,7 +109,7 @@ def recompute_block(block: nn.Module, tier: Tier, accelerator: Accelerator, *, n
     block.forward = RecomputePlan(
         name=name,
         block=weakref.ref(block),
-        forward=_unbound_forward(block),
+        forward=unbound_forward(block),
         device_type=accelerator.device.type,
         random=accelerator.rng,
         keep=keep_rules(tier),
@@ -122,11 +122,11 @@ def forget_recompute(block: nn.Module) -> None:
     plan = vars(block).get("forward")
     if isinstance(plan, RecomputePlan):
         del block.forward
-        if isinstance(plan.forward, _Patched):
+        if isinstance(plan.forward, Patched):
             block.forward = plan.forward.forward
 
 
-class _Patched:
+class Patched:
     """A forward that someone set on the block itself, with the block as an argument that it does not take."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -136,6 +136,7 @@ class _Patched:
         return self.forward(*args, **kwargs)
 
 
-def _unbound_forward(block: nn.Module) -> Callable[..., Any]:
+def unbound_forward(block: nn.Module) -> Callable[..., Any]:
+    """What a block runs now, called with the block first."""
     patched = vars(block).get("forward")
-    return type(block).forward if patched is None else _Patched(patched)
+    return type(block).forward if patched is None else Patched(patched)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -103,6 +104,7 @@ class Build:
     evaluate: (micro batch) -> its summed loss, where that takes more than a forward of root.
     counted_elsewhere: parameters that another pipeline stage has too, and counts in the gradient norm.
     sync: what is done about other ranks' gradients.
+    gradient_dtype: in which gradients of half weights add up; None for the weights' own.
     updates_in_backward: parameters are updated one by one, and hold no gradients after backward.
     scaling: of the loss, where fp16 needs it.
     autocast: entered around forward and loss of every micro batch.
@@ -127,6 +129,7 @@ class Build:
     sync: GradientSync = field(default_factory=NoSync)
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     optimizer: Optimizer | None = None
+    gradient_dtype: torch.dtype | None = None
     updates_in_backward: bool = False
     scaling: Scaling | None = None
     notes: list[str] = field(default_factory=list)

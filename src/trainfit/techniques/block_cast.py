@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from trainfit.profile import Cast
-from trainfit.techniques.activation import forget_recompute
+from trainfit.techniques.activation import Patched, forget_recompute, unbound_forward
 from trainfit.techniques.base import Build, Stage
 
 
@@ -43,8 +43,10 @@ class BlockCasts:
 
 def forget_cast(block: nn.Module) -> None:
     """Undo BlockCasts: a model may be built again under another strategy."""
-    if isinstance(vars(block).get("forward"), CastForward):
+    cast = vars(block).get("forward")
+    if isinstance(cast, CastForward):
         del block.forward
+        cast.give_back(block)
 
 
 class CastForward:
@@ -53,7 +55,12 @@ class CastForward:
     def __init__(self, block: nn.Module) -> None:
         # Weak: the block has this in its own attributes.
         self._block = weakref.ref(block)
-        self._forward = type(block).forward
+        self._forward = unbound_forward(block)
+
+    def give_back(self, block: nn.Module) -> None:
+        """Sets what was set on the block itself before."""
+        if isinstance(self._forward, Patched):
+            block.forward = self._forward.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
@@ -108,6 +115,8 @@ def _refill(parameters: list[nn.Parameter], copies: list[Tensor], _: Tensor) -> 
             # The same bits come back, so to autograd nothing has changed.
             with _unsafe_preserve_version_counter(copy):
                 copy.copy_(parameter)
+    # From here on only what still needs a copy holds it: that of a frozen weight has no gradient that would empty it.
+    copies.clear()
 
 
 def cast_weights(block: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -116,19 +116,28 @@ class ChunkedLoss:
             observe("forward")
             hidden = mark_backward(split.hidden(batch.inputs), observe)
             observe("loss")
-            return chunked_loss(split, hidden, batch.labels, setting, scale, is_last_word=True)
+            sums = build.gradient_dtype
+            return chunked_loss(split, hidden, batch.labels, setting, scale, is_last_word=True, sums=sums)
 
         build.compute_loss = compute_loss
 
 
 def chunked_loss(
-    split: HeadSplit, hidden: Tensor, labels: Tensor, num_chunks: int, scale: float, *, is_last_word: bool = False
+    split: HeadSplit,
+    hidden: Tensor,
+    labels: Tensor,
+    num_chunks: int,
+    scale: float,
+    *,
+    is_last_word: bool = False,
+    sums: torch.dtype | None = None,
 ) -> Tensor:
     """scale * summed token loss.
 
-    hidden (batch, sequence, dim), labels (batch, sequence). is_last_word: see NOTE [ The last word ]. Extra peak
-    with a plain linear head: one piece of fp32 logits (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden
-    and, where they are not there yet, of the head.
+    hidden (batch, sequence, dim), labels (batch, sequence). is_last_word: see NOTE [ The last word ]. sums: dtype in
+    which the pieces' gradients of the head add up; None for the head's own. Extra peak with a plain linear head: one
+    piece of fp32 logits (tokens / num_chunks * vocab * 4 bytes), the gradients of hidden and, where they are not there
+    yet, of the head.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     num_chunks = min(num_chunks, labels.numel())
@@ -136,7 +145,7 @@ def chunked_loss(
     parameters = split.parameters() if torch.is_grad_enabled() else []
     piece = _linear_piece(split.linear, hidden, scale) if split.linear is not None else _general_piece(split, scale)
     loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, labels, num_chunks, scale, piece, is_last_word, *parameters
+        hidden, labels, num_chunks, scale, piece, is_last_word, sums, *parameters
     )
     return loss
 
@@ -153,20 +162,19 @@ class _ChunkedLoss(torch.autograd.Function):
         scale: float,
         piece: PieceFunction,
         is_last_word: bool,
+        sums: torch.dtype | None,
         *parameters: Tensor,
     ) -> Tensor:
         wants = ctx.needs_input_grad
         hidden_gradient = torch.empty_like(hidden) if wants[0] else None
         own: list[Tensor | None] = [None] * len(parameters)
         gradients: list[GradientSum | None] = [None] * len(parameters)
-        for index, (parameter, wanted) in enumerate(zip(parameters, wants[6:])):
+        for index, (parameter, wanted) in enumerate(zip(parameters, wants[7:])):
             if wanted and is_last_word and _may_add_to_grad(parameter):
                 assert parameter.grad is not None
                 gradients[index] = GradientSum(parameter.grad, is_empty=False)
             elif wanted:
-                # Half weights may have fp32 gradients, and pieces add up in these.
-                dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
-                own[index] = buffer = torch.empty_like(parameter, dtype=dtype)
+                own[index] = buffer = torch.empty_like(parameter, dtype=sums or parameter.dtype)
                 gradients[index] = GradientSum(buffer, is_empty=True)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         pieces = zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), _chunks(hidden_gradient, num_chunks))
@@ -183,7 +191,7 @@ class _ChunkedLoss(torch.autograd.Function):
             raise RecomputeError("the loss in chunks can be differentiated once; use loss_chunks=1 for more")
         if not ctx.is_last_word:
             gradients = [None if gradient is None else gradient.mul_(outer[0]) for gradient in gradients]
-        return gradients[0], None, None, None, None, None, *gradients[1:]
+        return gradients[0], None, None, None, None, None, None, *gradients[1:]
 
 
 def _may_add_to_grad(parameter: Tensor) -> bool:

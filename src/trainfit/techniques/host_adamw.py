@@ -19,8 +19,11 @@ from trainfit.hardware import Accelerator
 from trainfit.hardware.host_scope import on_host
 from trainfit.hardware.ranks import local_part
 from trainfit.profile import OptimizerVariant
-from trainfit.techniques.stored_adamw import StoredAdamW, first_step, like_parameter, rows_of
+from trainfit.techniques.stored_adamw import StoredAdamW, first_step, flat_states, named_states, rows_of
 from trainfit.techniques.stored_weights import nearest_bf16
+
+# Parameter, its group, the rows of the piece, and their gradient on the device
+_Job = tuple[nn.Parameter, dict[str, Any], slice, Tensor]
 
 
 class HostAdamW(StoredAdamW):
@@ -46,7 +49,7 @@ class HostAdamW(StoredAdamW):
                 state = {"step": first_step(), "master": master}
                 for moment in self._moments_of(parameter):
                     state |= moment.first(master)
-                self.state[parameter] = {name: like_parameter(value, parameter) for name, value in state.items()}
+                self.state[parameter] = named_states(state, parameter)
             largest = max((self._most(parameter) for parameter in self._number), default=0)
             dtypes = {parameter.dtype for parameter in self._number}
             gradient = torch.float32 if self.variant.gradients == "fp32" else next(iter(dtypes), torch.float32)
@@ -65,20 +68,25 @@ class HostAdamW(StoredAdamW):
         """See NOTE [ Two buffers ]."""
         device, jobs = self._device, list(self._jobs())
         device.stream_waits(self._stream)
-        with on_host():
-            arrived = self._fetch(jobs, 0)
-            left: list[Callable[[], None]] = [_nothing, _nothing]
-            for number, (parameter, group, rows, _) in enumerate(jobs):
-                coming = self._fetch(jobs, number + 1)
-                arrived()
-                left[number % 2]()
-                left[number % 2] = self._update_on_host(number, parameter, group, rows)
-                arrived = coming
-            for parameter in dict.fromkeys(job[0] for job in jobs):
-                self.state[parameter]["step"] += 1
-        device.wait_for(self._stream)
+        try:
+            with on_host():
+                self._update_all(jobs)
+        finally:
+            device.wait_for(self._stream)  # also where an update failed: gradients that are being copied would be freed
 
-    def _jobs(self) -> Iterator[tuple[nn.Parameter, dict[str, Any], slice, Tensor]]:
+    def _update_all(self, jobs: list[_Job]) -> None:
+        arrived = self._fetch(jobs, 0)
+        left: list[Callable[[], None]] = [_nothing, _nothing]
+        for number, (parameter, group, rows, _) in enumerate(jobs):
+            coming = self._fetch(jobs, number + 1)
+            arrived()
+            left[number % 2]()
+            left[number % 2] = self._update_on_host(number, parameter, group, rows)
+            arrived = coming
+        for parameter in dict.fromkeys(job[0] for job in jobs):
+            self.state[parameter]["step"] += 1
+
+    def _jobs(self) -> Iterator[_Job]:
         """Pieces of all parameters, with their gradients on the device."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -88,7 +96,7 @@ class HostAdamW(StoredAdamW):
                 for rows in self._pieces(gradient.numel(), gradient.shape[1]):
                     yield parameter, group, rows, gradient[rows]
 
-    def _fetch(self, jobs: list[tuple[nn.Parameter, dict[str, Any], slice, Tensor]], number: int) -> Callable[[], None]:
+    def _fetch(self, jobs: list[_Job], number: int) -> Callable[[], None]:
         """Begins to copy a piece's gradient. Returns what waits until it is there."""
         if number >= len(jobs):
             return _nothing
@@ -103,7 +111,7 @@ class HostAdamW(StoredAdamW):
         """Updates a piece and begins to copy it back. Returns what waits until its buffer is free again."""
         weight = rows_of(local_part(parameter.detach()))[rows]
         state = self.state[parameter]
-        states = {name: rows_of(local_part(value))[rows] for name, value in state.items() if value.dim()}
+        states = {name: value[rows] for name, value in flat_states(state).items()}
         master = states["master"]
         gradient = self._buffer(self._gradients[number % 2], master)
         self._adamw(parameter, master, gradient, states, state["step"], group)

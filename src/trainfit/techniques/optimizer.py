@@ -52,9 +52,19 @@ class OptimizerStates:
                 f"optimizer.kind adafactor needs whole matrices, this mesh splits them (shard {mesh.shard} x tensor "
                 f"{mesh.tensor}); use optimizer.kind: adamw with states: int8"
             )
+        if setting.kind == "adafactor":
+            build.notes.append(
+                "adafactor takes no optimizer.betas and no optimizer.eps, and scales optimizer.learning_rate by the size "
+                "of each matrix's weights"
+            )
+        if setting.place == "host" and not build.accelerator.pins_memory and build.accelerator.is_beside_host:
+            build.notes.append("host memory cannot be pinned here: copies of optimizer.place host do not overlap")
         if setting.place == "host" and build.accelerator.shares_host_memory:
             build.notes.append("optimizer.place host has no effect: this device's memory is the host's")
             setting = replace(setting, place="device")
+        _refuse_other_weights(build)
+        if setting.weights != "fp32" and setting.gradients == "fp32":
+            build.gradient_dtype = torch.float32
         beside = store_weights(build.root or build.model, build.model, setting)
         build.optimizer = make_optimizer(
             build.model.named_parameters(), build.workload.optimizer, setting, beside=beside, device=build.accelerator
@@ -62,6 +72,18 @@ class OptimizerStates:
         if setting.update == "backward":
             build.updates_in_backward = True
             update_in_backward(build.optimizer)
+
+
+def _refuse_other_weights(build: Build) -> None:
+    """Report MP-08: a model that is half already would get half moments, and lose what is below rounding."""
+    trained = [(name, local_part(p.detach()).dtype) for name, p in build.model.named_parameters() if p.requires_grad]
+    if other := [(name, dtype) for name, dtype in trained if dtype != torch.float32]:
+        name, dtype = other[0]
+        raise ModelError(
+            f"{len(other)} of {len(trained)} parameters that train are not fp32, such as {name} in "
+            f"{str(dtype).removeprefix('torch.')}: AdamW would keep its moments in that too, and lose small updates; "
+            "make the model in fp32 (module.float()) and set optimizer.weights for half weights"
+        )
 
 
 def _own_optimizer(build: Build, setting: OptimizerVariant) -> Optimizer:
@@ -162,6 +184,7 @@ def _adamw_state(parameter: nn.Parameter, *, fused: bool) -> dict[str, Any]:
 
 
 def _adafactor(groups: list[dict[str, Any]], settings: AdamWSettings, variant: OptimizerVariant) -> Adafactor:
+    # It scales the rate by the size of each matrix, and has no use for betas and eps.
     optimizer = Adafactor(groups, lr=settings.learning_rate, foreach=variant.kernel == "foreach")
     for parameter in (p for group in groups for p in group["params"]):
         state: dict[str, Any] = {"step": first_step()}
@@ -238,8 +261,12 @@ def _split(parameter: nn.Parameter, weights: Weights) -> tuple[Tensor, dict[str,
 
 
 def _reduce_into_fp32(module: FSDPModule) -> None:
-    """FSDP turns reduced gradients into the dtype of the parameter, and would add up micro batches in it."""
+    """FSDP turns reduced gradients into the dtype of the parameter, and would add up micro batches in it.
+
+    There is no setting for it (torch 2.13): its groups take the dtype from their parameters at the first forward.
+    """
     for group in module._get_fsdp_state()._fsdp_param_groups:
+        assert hasattr(group, "_orig_dtype") or callable(group._init_mp_dtypes), "this torch's FSDP is another"
         original = group._init_mp_dtypes
 
         def init(group: Any = group, original: Any = original) -> None:
@@ -279,7 +306,7 @@ def accuracy_of(variant: OptimizerVariant, precision: Precision) -> Accuracy:
     what adds up over steps is not. "lossy": weights or moments have less than fp32 from step to step, or the method is
     another.
     """
-    if variant.kind != "adamw" or variant.states != "fp32" or variant.weights == "bf16_stochastic":
+    if variant.kind != "adamw" or variant.states != "fp32" or variant.weights in ("bf16_kahan", "bf16_stochastic"):
         return "lossy"
     if precision != "fp32" or variant.gradients == "half":
         return "rounding"

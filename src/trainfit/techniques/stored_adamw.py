@@ -56,7 +56,7 @@ class StoredAdamW(Optimizer):
             for moment in self._moments_of(parameter):
                 state |= moment.first(local)
             state |= beside.get(parameter, {})
-            self.state[parameter] = {name: like_parameter(value, parameter) for name, value in state.items()}
+            self.state[parameter] = named_states(state, parameter)
 
     @property
     def tables(self) -> list[Tensor]:
@@ -78,7 +78,7 @@ class StoredAdamW(Optimizer):
         assert parameter.grad is not None
         weight, gradient = local_part(parameter), local_part(parameter.grad)
         columns = weight.shape[-1] if weight.dim() > 1 else weight.numel()
-        flat = {name: rows_of(local_part(value)) for name, value in state.items() if value.dim()}
+        flat = flat_states(state)
         for number, rows in enumerate(self._pieces(weight.numel(), columns)):
             states = {name: value[rows] for name, value in flat.items()}
             self._update_piece(parameter, rows_of(weight)[rows], rows_of(gradient)[rows], states, step, group, number)
@@ -118,7 +118,8 @@ class StoredAdamW(Optimizer):
             [exp_avg],
             [exp_avg_sq],
             [],
-            [step.to(value.device, copy=True)],
+            # The fused kernel wants it beside the weights; foreach reads it, which would make the host wait.
+            [step.to(value.device, copy=True) if fused else step.clone()],
             fused=fused,
             foreach=not fused,
             amsgrad=False,
@@ -168,23 +169,43 @@ def _shard_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(place for place, how in zip(places, parameter.placements) if not how.is_replicate())
 
 
-def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
-    """A rank's part of a state as the tensor of all ranks, split as its parameter is.
+def named_states(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+    """A rank's states as tensors of all ranks, by the names under which they are saved.
 
-    Sizes other than the parameter's are as many times larger as the parameter is.
+    Where ranks split the columns of a matrix, blocks begin anew at each rank's first one. Their scales are of as many
+    parts, which is put into their name: ranks that split it otherwise must not take them for theirs.
     """
+    parts = _column_parts(parameter)
+    return {
+        f"{name}@{parts}" if parts > 1 and name.endswith("_scale") else name: like_parameter(value, parameter)
+        for name, value in state.items()
+    }
+
+
+def flat_states(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of each state that has elements, as rows, by its plain name."""
+    return {name.partition("@")[0]: rows_of(local_part(value)) for name, value in state.items() if value.dim()}
+
+
+def _column_parts(parameter: Tensor) -> int:
+    """Over how many ranks the last dimension of a matrix is split."""
+    if not isinstance(parameter, DTensor) or parameter.dim() < 2:
+        return 1
+    last, parts = parameter.dim() - 1, 1
+    for dim, how in enumerate(parameter.placements):
+        if isinstance(how, Shard) and how.dim == last:
+            parts *= parameter.device_mesh.size(dim)
+    return parts
+
+
+def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
+    """A rank's part of a state as the tensor of all ranks, split as its parameter is."""
     if not isinstance(parameter, DTensor) or local.dim() == 0:
         return local
     mine = local_part(parameter)
     shape = list(parameter.shape)
     if local.shape[-1] != mine.shape[-1]:  # scales: blocks of a row instead of its elements
-        last = len(shape) - 1
-        splits = [
-            parameter.device_mesh.size(dim)
-            for dim, how in enumerate(parameter.placements)
-            if isinstance(how, Shard) and how.dim == last
-        ]
-        shape[-1] = local.shape[-1] * (splits[0] if splits else 1)
+        shape[-1] = local.shape[-1] * _column_parts(parameter)
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(size, stride, local.dtype))

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainfit.profile import WeightStorage
 
 States = Mapping[str, Tensor]
-# (seed) -> generator of the device, for a piece that is rounded by chance
+# The generator of the device for a piece that is rounded by chance
 Chance = Callable[[], torch.Generator]
 
 
@@ -130,24 +130,34 @@ WEIGHTS: Mapping[WeightStorage, Weights] = {
 
 def nearest_bf16(value: Tensor) -> Tensor:
     """fp32 to the nearest bf16; half-way cases away from zero."""
-    return _upper_half(value.view(torch.int32) + 0x8000)
+    return _keeping_nan(value, _upper_half(_bits(value) + 0x8000))
 
 
 def by_chance_bf16(value: Tensor, generator: torch.Generator) -> Tensor:
     """fp32 to one of the two bf16 neighbours, the nearer one more often. What is bf16 already stays."""
     chance = torch.randint(0x10000, value.shape, generator=generator, dtype=torch.int32, device=value.device)
-    return _upper_half(chance.add_(value.view(torch.int32)))
+    return _keeping_nan(value, _upper_half(chance.add_(_bits(value))))
 
 
 def split_bits(value: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 as (bf16, int16). See NOTE [ bf16 and 16 bits more ]."""
     weight = nearest_bf16(value)
-    return weight, (value.view(torch.int32) - _shifted(weight)).to(torch.int16)
+    return weight, (_bits(value) - _shifted(weight)).to(torch.int16)
 
 
 def join_bits(weight: Tensor, residual: Tensor) -> Tensor:
     """The inverse of split_bits, a new tensor."""
     return _shifted(weight).add_(residual).view(torch.float32)
+
+
+def _bits(value: Tensor) -> Tensor:
+    assert value.dtype == torch.float32, "half weights are made from fp32 ones"
+    return value.view(torch.int32)
+
+
+def _keeping_nan(value: Tensor, rounded: Tensor) -> Tensor:
+    """The largest NaNs would carry into the sign: a model that diverged would go on with zeros."""
+    return rounded.masked_fill_(value.isnan(), float("nan"))
 
 
 def _upper_half(bits: Tensor) -> Tensor:
