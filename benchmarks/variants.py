@@ -74,6 +74,7 @@ def main() -> int:
         for name in names:
             print(f"training {name} ...", file=sys.stderr, flush=True)
             rows.append(train_variant(Path(folder), name, steps, seconds[name]))
+            print(f"{name}: held-out {rows[-1].report.held_out_loss:.4f}", file=sys.stderr, flush=True)
     show(rows, steps)
     return int(any(row.misses(rows[0]) for row in rows))
 

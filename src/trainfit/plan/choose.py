@@ -39,7 +39,7 @@ def choose(
     hardware.require(target.precision)
     if workload.make_optimizer is not None and "optimizer" in target.may_change:
         raise RecipeError(
-            f"{workload.name} brings an optimizer of its own, which no plan can change; take optimizer out of may_change"
+            f"{workload.name} brings an optimizer of its own, which no plan changes; take optimizer out of may_change"
         )
     if target.seq_len != workload.seq_len:
         raise RecipeError(

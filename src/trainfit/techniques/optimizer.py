@@ -54,8 +54,8 @@ class OptimizerStates:
             )
         if setting.kind == "adafactor":
             build.notes.append(
-                "adafactor takes no optimizer.betas and no optimizer.eps, and scales optimizer.learning_rate by the size "
-                "of each matrix's weights"
+                "adafactor takes no optimizer.betas and eps, and scales optimizer.learning_rate by the size of each "
+                "matrix's weights"
             )
         if setting.place == "host" and not build.accelerator.pins_memory and build.accelerator.is_beside_host:
             build.notes.append("host memory cannot be pinned here: copies of optimizer.place host do not overlap")
