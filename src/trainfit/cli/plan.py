@@ -34,7 +34,8 @@ MemoryOption = Annotated[
     str | None, typer.Option(metavar="SIZE", show_default="what it has", help="Budget of one device, such as 60GiB.")
 ]
 MayChangeOption = Annotated[
-    list[str] | None, typer.Option("--may-change", metavar="precision", help="What the plan may change to fit.")
+    list[str] | None,
+    typer.Option("--may-change", metavar="precision|optimizer", help="What the plan may change."),
 ]
 
 
@@ -87,7 +88,7 @@ def _choose(
     hardware: Hardware,
     say: Say,
 ) -> Plan:
-    from trainfit.cli.setup import choose_budget, choose_precision, open_workload
+    from trainfit.cli.setup import choose_budget, choose_precision, open_workload, recipe_target
     from trainfit.plan import Target, choose
     from trainfit.plan.layout import default_layouts
 
@@ -96,10 +97,13 @@ def _choose(
     budget_bytes, budget_notes = choose_budget(wanted_bytes, hardware)
     taken, precision_notes = choose_precision(precision or (recipe.precision if recipe else "auto"), hardware)
     tokens = _tokens(tokens_per_step, recipe)
-    layouts = recipe.layouts(hardware.count) if recipe else default_layouts(hardware.count)
     workload = open_workload(model, recipe, seq_len)
     changes = frozenset(may_change or (recipe.may_change if recipe else ()))
-    target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, layouts)
+    if recipe is not None:
+        asked, _ = recipe_target(recipe, workload, hardware)
+        target = replace(asked, budget_bytes=budget_bytes, tokens_per_step=tokens, precision=taken, may_change=changes)
+    else:
+        target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, default_layouts(hardware.count))
     norm = recipe.max_grad_norm if recipe else 1.0
     made = choose(workload, hardware, target, max_grad_norm=norm, on_progress=say)
     return replace(made, notes=(*budget_notes, *precision_notes, *made.notes))

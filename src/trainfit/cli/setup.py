@@ -14,7 +14,7 @@ from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
 from trainfit.hardware import Accelerator, Hardware, Launch, accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.profile import PRECISIONS, Layout, OptimizerVariant, Precision
+from trainfit.profile import PRECISIONS, Layout, LossScale, OptimizerVariant, Precision
 from trainfit.step import Strategy, parse_tiers
 from trainfit.step.build import prepare as prepare_build
 from trainfit.step.strategy import describe_strategy, describe_variant, parse_variant
@@ -148,9 +148,16 @@ def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
     return target, notes
 
 
-def plan_recipe(recipe: Recipe, workload: Workload, hardware: Hardware, say: Say) -> Plan:
-    """The plan of a recipe. Raises DoesNotFitError when no strategy fits its memory."""
+def plan_recipe(
+    recipe: Recipe, workload: Workload, hardware: Hardware, say: Say, *, optimizer: OptimizerVariant | None = None
+) -> Plan:
+    """The plan of a recipe. Raises DoesNotFitError when no strategy fits its memory.
+
+    optimizer: the variant of a run that goes on, whose saved states no other can take.
+    """
     target, notes = recipe_target(recipe, workload, hardware)
+    if optimizer is not None and "optimizer" in target.may_change:
+        target = replace(target, optimizer=optimizer, may_change=target.may_change - {"optimizer"})
     plan = choose(workload, hardware, target, max_grad_norm=recipe.max_grad_norm, on_progress=say)
     if not plan.fits:
         raise DoesNotFitError(plan.reason)
@@ -196,6 +203,17 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
             f"the plan computes in {plan.strategy.precision}, the recipe in {target.precision}; "
             "plan again or set may_change=[precision]"
         )
+    scale = target.loss_scale if strategy.precision == "fp16" else None
+    if strategy.precision == "fp16" and scale is None:
+        scale = LossScale()
+    casts = strategy.precision != "fp32" and strategy.optimizer.weights == "fp32"
+    for what, planned_as, asked_as in (
+        ("loss_scale", strategy.loss_scale, scale),
+        ("cast", strategy.cast, target.cast if casts else "operator"),
+        ("frozen_weights", strategy.frozen_weights, target.frozen_weights),
+    ):
+        if planned_as != asked_as:
+            raise RecipeError(f"the plan has {what} {planned_as}, the recipe {asked_as}; plan again with the recipe")
     if "optimizer" not in target.may_change and plan.strategy.optimizer != target.optimizer:
         planned, asked = (
             ", ".join(describe_variant(each)) or "fused AdamW" for each in (plan.strategy.optimizer, target.optimizer)

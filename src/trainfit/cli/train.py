@@ -124,7 +124,7 @@ def _plan(recipe: Recipe, workload: Workload, hardware: Hardware, path: Path | N
         try:
             refuse_other_plan(made, recipe, workload, hardware)
         except InputError:
-            return plan_recipe(recipe, workload, hardware, say)
+            return plan_recipe(recipe, workload, hardware, say, optimizer=made.strategy.optimizer)
         return made
     return plan_recipe(recipe, workload, hardware, say)
 

@@ -78,6 +78,11 @@ class Accelerator:
         return "cpu" if self._module is None else str(self._module.get_device_name(self.device))
 
     @property
+    def stands_for(self) -> Kind:
+        """The kind of device: its own, or in a rehearsal the rehearsed one's."""
+        return self._rehearses
+
+    @property
     def autocast_name(self) -> str:
         """The device_type that torch.autocast and torch.amp.GradScaler want."""
         return self.device.type
@@ -214,6 +219,11 @@ def accelerator(device: str | torch.device, *, index: int | None = None) -> Acce
 def rehearsed(kind: Kind) -> Accelerator:
     """The cpu in the place of a device of some kind, for fake tensors."""
     return Accelerator(torch.device("cpu"), "cpu", None, rehearses=kind)
+
+
+def fused_adamw_ignores_grad_scaler(kind: Kind) -> bool:
+    """See Accelerator.fused_adamw_ignores_grad_scaler."""
+    return _BACKENDS[kind].fused_adamw_ignores_grad_scaler
 
 
 def distributed_backend_of(kind: Kind) -> str:

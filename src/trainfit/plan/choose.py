@@ -9,7 +9,7 @@ from trainfit.hardware import Hardware
 from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.search import Candidate, search
 from trainfit.plan.target import Target
-from trainfit.plan.variants import Tracers
+from trainfit.plan.variants import Tracers, skipping
 from trainfit.profile import OptimizerVariant, Profile
 from trainfit.rehearsal.rehearse import rehearse
 from trainfit.step.strategy import Strategy, describe_strategy, describe_variant, parse_tiers
@@ -55,7 +55,7 @@ def choose(
         on_progress(f"rehearsing {describe_strategy(strategy)}")
         return rehearse(workload, strategy, hardware, max_grad_norm=max_grad_norm)
 
-    plain = _plain(len(workload.anatomy().blocks), target, exact)
+    plain = _plain(len(workload.anatomy().blocks), target, hardware, exact)
     chosen, profile, rehearsed = _rehearse_best(found, allowed, exact)
     fits = profile.peak_bytes <= allowed
     return Plan(
@@ -121,7 +121,7 @@ def _kind(strategy: Strategy) -> tuple[object, ...]:
     )
 
 
-def _plain(num_blocks: int, target: Target, exact: Callable[[Strategy], Profile]) -> Alternative:
+def _plain(num_blocks: int, target: Target, hardware: Hardware, exact: Callable[[Strategy], Profile]) -> Alternative:
     """No technique, the whole step as one micro batch."""
     keep = parse_tiers("keep", num_blocks)
     replicas = max(layout.mesh.data for layout in target.layouts)
@@ -129,7 +129,7 @@ def _plain(num_blocks: int, target: Target, exact: Callable[[Strategy], Profile]
         -(-target.sequences_per_step // replicas),
         precision=target.precision,
         tiers=keep,
-        optimizer=OptimizerVariant(target.optimizer.kind),
+        optimizer=skipping(OptimizerVariant(target.optimizer.kind), target.precision, hardware),
     )
     profile = exact(strategy)
     return Alternative(

@@ -65,6 +65,11 @@ class Target:
             )
         if self.precision not in PRECISIONS:
             raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
+        may_be_half = self.precision != "fp32" or "precision" in self.may_change
+        if self.cast == "block" and not may_be_half:
+            raise RecipeError("cast block casts fp32 weights to a lower precision, which is fp32; set precision: bf16")
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise RecipeError(f"loss_scale is for fp16, precision is {self.precision}, which needs none; leave it out")
         if unknown := sorted(self.may_change - set(MAY_CHANGE)):
             raise RecipeError(f"may_change has {unknown[0]!r}; what may change is {', '.join(MAY_CHANGE)}")
 

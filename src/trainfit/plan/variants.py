@@ -19,6 +19,7 @@ from dataclasses import replace
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.hardware.host import HOST_BYTES_PER_SECOND
+from trainfit.hardware.runtime import fused_adamw_ignores_grad_scaler
 from trainfit.plan.target import Target
 from trainfit.profile import Accuracy, Layout, OptimizerVariant, Precision, WeightStorage
 from trainfit.rehearsal.trace import ModelFacts, Tracer
@@ -99,7 +100,14 @@ def variants_for(
             for precision in precisions
             for variant in variants_of(asked, precision, layout, on_host=hardware.is_host, clips=clips)
         ]
+        found = [(each, skipping(variant, each, hardware)) for each, variant in found]
     return list(dict.fromkeys(found))
+
+
+def skipping(variant: OptimizerVariant, precision: Precision, hardware: Hardware) -> OptimizerVariant:
+    """The variant with a kernel that leaves out a step that overflowed: in fp16 some devices' fused AdamW does not."""
+    deaf = precision == "fp16" and fused_adamw_ignores_grad_scaler(hardware.spec.kind)
+    return replace(variant, kernel="foreach") if deaf else variant
 
 
 def variants_of(
@@ -112,7 +120,8 @@ def variants_of(
     if asked.kind != "adamw":  # nothing of these is known of other methods
         return []
     kept = [asked]
-    if precision == "bf16" and asked.weights == "fp32":
+    may_be_half = precision == "bf16" and asked.weights == "fp32" and layout.mesh.pipeline == 1
+    if may_be_half:
         halves: tuple[WeightStorage, ...] = ("bf16_residual", "bf16_stochastic")
         kept += [replace(asked, weights=weights, gradients=sums) for weights in halves for sums in ("fp32", "half")]
     if asked.states == "fp32":
@@ -121,7 +130,7 @@ def variants_of(
         kept += [replace(variant, update="backward") for variant in list(kept)]
     if not on_host and asked.place == "device":
         kept += [replace(asked, place="host")]
-        if precision == "bf16" and asked.weights == "fp32":
+        if may_be_half:
             kept += [replace(asked, weights="bf16_master", gradients="half", place="host")]
     return [variant for variant in kept[1:] if _works(variant, precision)]
 

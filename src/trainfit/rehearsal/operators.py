@@ -27,6 +27,7 @@ _WITHOUT_FAKE_KERNEL = frozenset(
         "c10d::reduce_scatter_tensor_coalesced_",
     }
 )
+_READ = torch.ops.aten._local_scalar_dense.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 # Where the query and is_causal stand among the arguments, and how many matmuls over the scores the kernel does.
 _HOST_ATTENTION: Mapping[Any, tuple[int, int, int]] = {
@@ -82,7 +83,14 @@ class FakeKernels(TorchDispatchMode):
     ) -> Any:
         if any(map(leaves_to_its_handler, types)):
             return NotImplemented
+        if is_unknown_number(func, args):
+            return 1.0
         return fake_result(func, args, kwargs or {})
+
+
+def is_unknown_number(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a number is read off a fake tensor that has none, as Adafactor's update does: no size depends on it."""
+    return func is _READ and getattr(args[0], "constant", None) is None and args[0].is_floating_point()
 
 
 @cache

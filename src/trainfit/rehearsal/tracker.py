@@ -28,12 +28,17 @@ from trainfit.hardware.host_scope import is_on_host
 from trainfit.profile import CATEGORIES, Category, Phase, Profile
 from trainfit.rehearsal.collectives import call_of, tally
 from trainfit.rehearsal.events import Event, in_place_additions, replay
-from trainfit.rehearsal.operators import OperatorCost, fake_result, leaves_to_its_handler, temporary_bytes
+from trainfit.rehearsal.operators import (
+    OperatorCost,
+    fake_result,
+    is_unknown_number,
+    leaves_to_its_handler,
+    temporary_bytes,
+)
 from trainfit.rehearsal.timeline import StepClock
 
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
-_READ = torch.ops.aten._local_scalar_dense.default
 _NAMES_BY_USE: Mapping[str, tuple[tuple[int | str, Category], ...]] = {
     "fsdp::all_gather_copy_in": ((1, "communication"),),
     "fsdp::split_with_sizes_copy": (("out", "parameters"),),
@@ -139,8 +144,8 @@ class StorageTracker(TorchDispatchMode):
             return func(*args, **kwargs)
         if is_on_host():
             return self._runs_on_host(func, args, kwargs)
-        if func is _READ and self.phase == "optimizer" and getattr(args[0], "constant", None) is None:
-            return 1.0  # a norm that the update scales by: no size depends on it
+        if self.phase == "optimizer" and is_unknown_number(func, args):
+            return 1.0
         if any(map(leaves_to_its_handler, types)):
             return NotImplemented
         output = fake_result(func, args, kwargs)

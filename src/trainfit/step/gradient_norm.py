@@ -24,7 +24,8 @@ def clip_gradients(
     counted: those of parameters that no other pipeline stage counts; None for all.
     An inf or nan anywhere makes the norm of every rank one.
     """
-    if ranks.mesh.size == 1:
+    is_half = any(p.grad is not None and p.grad.dtype != torch.float32 for p in parameters)
+    if ranks.mesh.size == 1 and not is_half:  # torch's norm of half gradients is half itself
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = [p.grad for p in (parameters if counted is None else counted) if p.grad is not None]
@@ -43,7 +44,7 @@ def global_norm(gradients: Sequence[Tensor], ranks: Ranks, *, device: torch.devi
         locals_[_how_split(gradient)].append(local_part(gradient))
     for index, group in enumerate(locals_):
         if group:
-            squares[index] = torch.stack(torch._foreach_norm(group)).square().sum()
+            squares[index] = torch.stack(torch._foreach_norm(group, 2.0, torch.float32)).square().sum()
     squares[1::2] = ranks.sum(squares[1::2].contiguous(), "shard")
     squares[2:] = ranks.sum(squares[2:].contiguous(), "tensor")
     return ranks.sum(squares.sum(), "pipeline").sqrt()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from trainfit.hardware.ranks import local_part
+from trainfit.step.left_alone import left_alone
 from trainfit.step.train_step import TrainStep
 from trainfit.workload.batch import MicroBatch
 
@@ -41,12 +42,12 @@ class Overflow:
 
 
 def find_overflow(step: TrainStep, micro_batches: Sequence[MicroBatch]) -> Overflow | None:
-    """Run a window again at the scale as it is now, watched; None where all is finite. Nothing is updated.
+    """Run a window again at the scale as it is now, watched; None where all is finite. The run is left as it was.
 
     With a mesh all ranks call it; each looks at what it has itself.
     """
     finder = _Finder()
-    with ExitStack() as hooks:
+    with left_alone(step), ExitStack() as hooks:
         for name, module in step.model.named_modules():
             label = name or "the model"
             hooks.callback(module.register_forward_pre_hook(partial(finder.enter, label), with_kwargs=True).remove)
@@ -62,7 +63,6 @@ def find_overflow(step: TrainStep, micro_batches: Sequence[MicroBatch]) -> Overf
         finally:
             finder.is_open = False
             left = [(name, p.grad) for name, p in step.model.named_parameters() if p.grad is not None]
-            step.optimizer.zero_grad(set_to_none=True)
     if finder.found is not None:
         return finder.found
     found = (_judge(name, "backward", local_part(gradient)) for name, gradient in left)

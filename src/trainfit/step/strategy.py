@@ -86,6 +86,11 @@ class Strategy:
         if self.precision == "fp16" and self.loss_scale is None:
             object.__setattr__(self, "loss_scale", LossScale())
         _check_optimizer(self.optimizer, self.precision, self.accumulation_steps)
+        if self.optimizer.weights != "fp32" and self.mesh.pipeline > 1:
+            raise RecipeError(
+                f"optimizer.weights {self.optimizer.weights} does not work with mesh.pipeline {self.mesh.pipeline}: "
+                "stages hand on hidden states as fp32 weights make them; use optimizer.weights: fp32, or mesh.shard instead"
+            )
         _check_casts(self)
         if unknown := sorted(set(self.tiers) - set(TIERS)):
             raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainfit.hardware.ranks import local_part
+from trainfit.step.left_alone import left_alone
 from trainfit.step.train_step import TrainStep
 from trainfit.techniques.block_scales import BlockScaling
 from trainfit.workload.batch import MicroBatch
@@ -33,17 +34,10 @@ def count_underflow(step: TrainStep, micro_batches: Sequence[MicroBatch]) -> Und
     """
     if not isinstance(step.scaling, BlockScaling):
         return None
-    random = step.accelerator.rng.get_state()
-    buffers = [(buffer, buffer.clone()) for buffer in step.model.buffers()]
     shares = []
     for scales in (step.scaling.book.scales, [min(step.scaling.book.scales)] * len(step.scaling.book.scales)):
-        try:
-            with step.scaling.other_scales(scales):
-                shares.append(_share_of_zeros(step, micro_batches))
-        finally:
-            step.accelerator.rng.set_state(random)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        with left_alone(step), step.scaling.other_scales(scales):
+            shares.append(_share_of_zeros(step, micro_batches))
     return Underflow(*shares)
 
 
@@ -57,8 +51,6 @@ def _share_of_zeros(step: TrainStep, micro_batches: Sequence[MicroBatch]) -> flo
     except BaseException:
         step._sync.abandon()
         raise
-    finally:
-        step.optimizer.zero_grad(set_to_none=True)
     zeros, elements = step.ranks.sum(counts, "replicate", "shard").tolist()
     return zeros / elements if elements else 0.0
 

@@ -19,7 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves
 
+from trainfit.errors import RecipeError
 from trainfit.profile import Cast
 from trainfit.techniques.activation import Patched, forget_recompute, unbound_forward
 from trainfit.techniques.base import Build, Stage
@@ -35,6 +37,11 @@ class BlockCasts:
         for block in build.blocks:
             forget_recompute(block)
             forget_cast(block)
+        if setting == "block" and build.ranks.mesh.tensor > 1:
+            raise RecipeError(
+                f"cast block does not work with mesh.tensor {build.ranks.mesh.tensor}: parts of weights cannot be freed "
+                "that way; use cast: operator, or optimizer.weights: bf16_residual"
+            )
         # FSDP casts in its gathers; the stage is not known to be one that shards until then.
         if setting == "block" and build.ranks.mesh.shard == 1:
             for block in build.blocks:
@@ -83,9 +90,13 @@ class CastForward:
             parameters = [parameter for _, _, parameter in weights]
             for copy in copies:
                 copy.untyped_storage().resize_(0)
-            hidden = _first_tensor(output)
-            if hidden.requires_grad:  # else nothing trains in the block or before it, and nothing was saved
-                hidden.register_hook(partial(_refill, parameters, copies))
+            # Weak: what a recompute casts again, or a frozen weight's backward has used, nobody holds.
+            kept = [weakref.ref(copy) for copy in copies]
+            # Of several outputs any may be the first whose backward comes. None has a gradient where nothing trains in
+            # the block or before it, and then nothing was saved.
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(_refill, parameters, kept))
         return output
 
 
@@ -107,16 +118,14 @@ class _ToLow(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _refill(parameters: list[nn.Parameter], copies: list[Tensor], _: Tensor) -> None:
-    for parameter, copy in zip(parameters, copies):
-        storage = copy.untyped_storage()
-        if storage.size() == 0:
+def _refill(parameters: list[nn.Parameter], copies: list[weakref.ref[Tensor]], _: Tensor) -> None:
+    for parameter, reference in zip(parameters, copies):
+        copy = reference()
+        if copy is not None and (storage := copy.untyped_storage()).size() == 0:
             storage.resize_(copy.numel() * copy.element_size())
             # The same bits come back, so to autograd nothing has changed.
             with _unsafe_preserve_version_counter(copy):
                 copy.copy_(parameter)
-    # From here on only what still needs a copy holds it: that of a frozen weight has no gradient that would empty it.
-    copies.clear()
 
 
 def cast_weights(block: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -132,9 +141,3 @@ def cast_weights(block: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
             continue
         found += [(module, name, p) for name, p in own.items() if p.dtype == torch.float32]
     return found
-
-
-def _first_tensor(output: Any) -> Tensor:
-    tensor = output[0] if isinstance(output, tuple) else output
-    assert isinstance(tensor, Tensor), "a block returns its hidden states first"
-    return tensor

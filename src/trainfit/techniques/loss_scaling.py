@@ -159,6 +159,6 @@ def _refuse_deaf_optimizer(build: Build) -> None:
     is_fused = any(group.get("fused") for group in build.optimizer.param_groups)
     if is_fused and build.accelerator.fused_adamw_ignores_grad_scaler:
         raise RecipeError(
-            f"fused AdamW on {build.accelerator.kind} neither unscales nor skips under a gradient scaler, so fp16 "
-            "would train on what has overflowed; set optimizer.kernel: foreach"
+            f"fused AdamW on {build.accelerator.stands_for} neither unscales nor skips under a gradient scaler, so "
+            "fp16 would train on what has overflowed; set optimizer.kernel: foreach"
         )

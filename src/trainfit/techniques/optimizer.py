@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from trainfit.errors import ModelError, RecipeError
-from trainfit.hardware import Accelerator
+from trainfit.hardware import DTYPES, Accelerator
 from trainfit.hardware.ranks import local_part
 from trainfit.profile import Accuracy, OptimizerVariant, Precision
 from trainfit.techniques.base import Build, Stage
@@ -27,6 +27,8 @@ from trainfit.techniques.stored_adamw import StoredAdamW, first_step
 from trainfit.techniques.stored_moments import BLOCK, moments
 from trainfit.techniques.stored_weights import WEIGHTS, Weights
 from trainfit.workload import AdamWSettings
+
+_HANDLES = "_trainfit_update_handles"
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -38,6 +40,7 @@ class OptimizerStates:
     setting: ClassVar[str] = "optimizer"
 
     def apply(self, build: Build, setting: OptimizerVariant) -> None:
+        forget_updates(build.model)
         mesh = build.ranks.mesh
         if build.workload.make_optimizer is not None:
             build.optimizer = _own_optimizer(build, setting)
@@ -63,6 +66,8 @@ class OptimizerStates:
             build.notes.append("optimizer.place host has no effect: this device's memory is the host's")
             setting = replace(setting, place="device")
         _refuse_other_weights(build)
+        if setting.weights != "fp32":
+            _refuse_mixed_norms(build)
         if setting.weights != "fp32" and setting.gradients == "fp32":
             build.gradient_dtype = torch.float32
         beside = store_weights(build.root or build.model, build.model, setting)
@@ -71,18 +76,37 @@ class OptimizerStates:
         )
         if setting.update == "backward":
             build.updates_in_backward = True
-            update_in_backward(build.optimizer)
+            update_in_backward(build.model, build.optimizer)
 
 
 def _refuse_other_weights(build: Build) -> None:
     """Report MP-08: a model that is half already would get half moments, and lose what is below rounding."""
     trained = [(name, local_part(p.detach()).dtype) for name, p in build.model.named_parameters() if p.requires_grad]
     if other := [(name, dtype) for name, dtype in trained if dtype != torch.float32]:
-        name, dtype = other[0]
+        names = ", ".join(name for name, _ in other[:3]) + (", ..." if len(other) > 3 else "")
+        kinds = {dtype: word for word, dtype in DTYPES.items()}
+        kind = kinds.get(other[0][1], str(other[0][1]).removeprefix("torch."))
         raise ModelError(
-            f"{len(other)} of {len(trained)} parameters that train are not fp32, such as {name} in "
-            f"{str(dtype).removeprefix('torch.')}: AdamW would keep its moments in that too, and lose small updates; "
-            "make the model in fp32 (module.float()) and set optimizer.weights for half weights"
+            f"{len(other)} of {len(trained)} parameters that train are {kind} themselves ({names}): AdamW would keep "
+            "moments in that too, and small updates would be lost; make the model in fp32 (module.float()) and set "
+            "optimizer.weights for half weights"
+        )
+
+
+def _refuse_mixed_norms(build: Build) -> None:
+    """Kernels of LayerNorm and GroupNorm take half weights with half inputs and a bias of the same dtype only."""
+    named = [(n, m) for n, m in build.model.named_modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)]
+    halves = {name: {p.requires_grad for p in norm.parameters()} for name, norm in named}
+    if mixed := [name for name, trains in halves.items() if len(trains) > 1]:
+        raise RecipeError(
+            f"half weights need norms that train whole or not at all, {mixed[0]} does in part; freeze its weight and "
+            "bias, or neither, or set optimizer.weights: fp32"
+        )
+    frozen = [n for n, p in build.model.named_parameters() if not p.requires_grad and p.dtype == torch.float32]
+    if frozen and any(True in trains for trains in halves.values()):
+        raise RecipeError(
+            f"half weights of norms need half inputs, and {frozen[0]} is frozen in fp32; set frozen_weights: half, or "
+            "optimizer.weights: fp32"
         )
 
 
@@ -276,12 +300,20 @@ def _reduce_into_fp32(module: FSDPModule) -> None:
         group._init_mp_dtypes = init  # type: ignore[method-assign]
 
 
-def update_in_backward(optimizer: Optimizer) -> None:
+def update_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
     """Each parameter is updated as soon as its gradient is whole, which then goes."""
     assert isinstance(optimizer, StoredAdamW)
+    handles = vars(model).setdefault(_HANDLES, [])
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(partial(_update, weakref.ref(optimizer), index))
+            hook = partial(_update, weakref.ref(optimizer), index)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+
+def forget_updates(model: nn.Module) -> None:
+    """Undo update_in_backward: a model may be built again under another strategy, while the first step is alive."""
+    for handle in vars(model).pop(_HANDLES, ()):
+        handle.remove()
 
 
 def _update(optimizer: weakref.ref[StoredAdamW], index: int, parameter: Any) -> None:

@@ -55,8 +55,20 @@ class StoredAdamW(Optimizer):
             state = {"step": first_step()}
             for moment in self._moments_of(parameter):
                 state |= moment.first(local)
-            state |= beside.get(parameter, {})
+            state |= {name: value.contiguous() for name, value in beside.get(parameter, {}).items()}
             self.state[parameter] = named_states(state, parameter)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch has it, but states keep their dtypes: torch gives them that of their parameter."""
+        here = [p for group in self.param_groups for p in group["params"]]
+        there = [number for group in state_dict["param_groups"] for number in group["params"]]
+        states = dict(self.state)
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.update(states)
+        for parameter, number in zip(here, there):
+            for name, value in state_dict["state"][number].items():
+                self.state[parameter][name].copy_(value)
 
     @property
     def tables(self) -> list[Tensor]:
@@ -76,12 +88,15 @@ class StoredAdamW(Optimizer):
         state = self.state[parameter]
         step = state["step"]
         assert parameter.grad is not None
-        weight, gradient = local_part(parameter), local_part(parameter.grad)
+        whole, gradient = local_part(parameter), local_part(parameter.grad).contiguous()
+        weight = whole.contiguous()  # itself, but for weights that are transposed or channels-last
         columns = weight.shape[-1] if weight.dim() > 1 else weight.numel()
         flat = flat_states(state)
         for number, rows in enumerate(self._pieces(weight.numel(), columns)):
             states = {name: value[rows] for name, value in flat.items()}
             self._update_piece(parameter, rows_of(weight)[rows], rows_of(gradient)[rows], states, step, group, number)
+        if weight is not whole:
+            whole.copy_(weight)
         step += 1
 
     def _update_piece(
@@ -139,7 +154,7 @@ class StoredAdamW(Optimizer):
     def _pieces(self, numel: int, columns: int) -> Iterator[slice]:
         if numel == 0:  # a shard of fewer rows than ranks
             return
-        rows = numel // columns
+        rows = numel // max(1, columns)
         each = max(1, self._piece // columns)
         for start in range(0, rows, each):
             yield slice(start, min(rows, start + each))
@@ -184,7 +199,7 @@ def named_states(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tenso
 
 def flat_states(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of each state that has elements, as rows, by its plain name."""
-    return {name.partition("@")[0]: rows_of(local_part(value)) for name, value in state.items() if value.dim()}
+    return {name.partition("@")[0]: rows_of(local_part(value)) for name, value in state.items() if name != "step"}
 
 
 def _column_parts(parameter: Tensor) -> int:
