@@ -509,6 +509,10 @@ def test_what_does_not_go_together_is_refused_in_one_line(knobs: dict[str, Any],
     assert "\n" not in str(caught.value)
 
 
+def words(value: OptimizerVariant | str) -> str:
+    return value if isinstance(value, str) else "-".join(vars(value).values())
+
+
 def halves() -> Workload:
     """Of a user whose module is bf16 itself."""
     return workload_from_module(make_model(small_workload("llama")).bfloat16(), seq_len=24, vocab_size=97)
@@ -522,7 +526,7 @@ def halves() -> Workload:
         (OptimizerVariant(kernel="foreach"), "bf16"),
         (OptimizerVariant(weights="bf16_residual"), "bf16"),
     ],
-    ids=str,
+    ids=words,
 )
 def test_a_model_that_is_bf16_itself_is_refused(variant: OptimizerVariant, precision: Precision):
     """Its updates would be rounded away (MP-08), and a variant has no fp32 to split."""
@@ -540,6 +544,14 @@ def test_a_model_that_is_bf16_itself_is_trained_by_an_optimizer_of_its_own():
     losses = [float(step([batch]).loss) for _ in range(5)]
     assert losses[-1] < losses[0]
     assert {parameter.dtype for parameter in step.model.parameters()} == {torch.bfloat16}
+
+
+def test_frozen_weights_may_be_bf16_themselves():
+    model = make_model(small_workload("llama")).bfloat16().requires_grad_(False)
+    model.get_submodule("lm_head").float().requires_grad_(True)
+    step = build(workload_from_module(model, seq_len=24, vocab_size=97), precision="bf16")
+    batch = random_batch(small_workload("llama"))
+    assert step([batch]).loss > step([batch]).loss
 
 
 HALF_WEIGHTS: dict[Any, Precision] = {
@@ -578,7 +590,7 @@ ACCURACIES: list[tuple[OptimizerVariant, Precision, Accuracy]] = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "precision", "expected"), ACCURACIES)
+@pytest.mark.parametrize(("variant", "precision", "expected"), ACCURACIES, ids=words)
 def test_what_a_variant_does_to_what_is_learnt(variant: OptimizerVariant, precision: Precision, expected: Accuracy):
     """fp32 from step to step or not: two bf16 hold 16 bits and a sign, less than 24."""
     assert accuracy_of(variant, precision) == expected
