@@ -42,8 +42,9 @@ _SMALL = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
+LLAMA: dict[str, Any] = {"model_type": "llama", **_SMALL}
 _CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_SMALL},
+    "llama": LLAMA,
     # Fewer rows than ranks have, and not a multiple: SH-01.
     "tied-5": {"model_type": "llama", **_SMALL, "vocab_size": 5, "tie_word_embeddings": True},
     "gpt2": {**TINY_CONFIGS["gpt2"], "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_positions": 64}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,10 +12,11 @@ from tiny_models import TINY_CONFIGS
 from trainfit.errors import DeviceError, RecipeError
 from trainfit.hardware import accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.plan.search import micro_batch_sizes, search
-from trainfit.plan.variants import MUST_WIN, Tracers
+from trainfit.plan.search import Candidate, micro_batch_sizes, search
+from trainfit.plan.variants import MUST_WIN, Tracers, weight_of
 from trainfit.profile import OptimizerVariant
 from trainfit.rehearsal import measure, rehearse
+from trainfit.step import Strategy
 from trainfit.techniques.optimizer import accuracy_of
 from trainfit.units import parse_bytes
 from trainfit.workload import workload_from_config
@@ -153,13 +156,65 @@ def test_a_lossy_variant_must_be_a_tenth_faster():
     assert found == sorted(found, key=lambda c: (c.weighed_seconds, c.peak_bytes))
 
 
+@pytest.mark.parametrize("accuracy", ["rounding", "lossy"])
+def test_what_is_less_exact_wins_only_by_what_it_must(accuracy: Any):
+    """Just short of it loses, just beyond it wins; so a lossy one wins when 11 % faster, not when 9 %."""
+    variants = {"rounding": OptimizerVariant(weights="bf16_residual"), "lossy": OptimizerVariant(states="int8")}
+    wanted = target("1GiB", **CHANGES)
+    variant = variants[accuracy]
+    assert accuracy_of(variant, "bf16") == accuracy
+    asked = Candidate(Strategy(1, precision="bf16"), 10**6, 1.0, weight_of(wanted, "bf16", OptimizerVariant()))
+
+    def winner(times_faster: float) -> Candidate:
+        strategy = Strategy(1, precision="bf16", optimizer=variant)
+        other = Candidate(strategy, 10**6, 1.0 / times_faster, weight_of(wanted, "bf16", variant))
+        return min(asked, other, key=lambda candidate: candidate.weighed_seconds)
+
+    needed = {"rounding": 0.02, "lossy": 0.10}[accuracy]
+    assert winner(1.0 + 0.9 * needed) is asked
+    assert winner(1.0 + 1.1 * needed).strategy.optimizer == variant
+    # What the target asks for owes nothing.
+    assert weight_of(replace(wanted, optimizer=variant), "bf16", variant) == 1.0
+
+
+ASKED = {
+    "residual": {"optimizer": OptimizerVariant(weights="bf16_residual")},
+    "kahan": {"optimizer": OptimizerVariant(weights="bf16_kahan")},
+    "stochastic": {"optimizer": OptimizerVariant(weights="bf16_stochastic")},
+    "update in backward": {"optimizer": OptimizerVariant(update="backward")},
+    "cast by block": {"cast": "block"},
+    "cast by block, update in backward": {"cast": "block", "optimizer": OptimizerVariant(update="backward")},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("device", ["h100", "ascend-910b1"])
+def test_whatever_was_asked_for_there_is_a_plan(device: str, asked: str):
+    """Beside it only variants that go together with the rest of what the target asks for."""
+    wanted = target("18MiB", **CHANGES, **ASKED[asked])
+    plan = choose(LLAMA, find_device(device), wanted, max_grad_norm=None)
+    assert plan.fits == (plan.predicted.peak_bytes <= plan.allowed_bytes)
+    others = [alternative.strategy.optimizer for alternative in plan.alternatives]
+    assert any(variant != wanted.optimizer for variant in [plan.strategy.optimizer, *others])
+
+
 def test_an_update_in_backward_is_found_where_nothing_is_clipped():
-    smallest = {
-        clips: choose(LLAMA, CPU, target("1MiB", **CHANGES), max_grad_norm=1.0 if clips else None)
-        for clips in (True, False)
-    }
-    assert smallest[True].strategy.optimizer.update == "step"
-    assert smallest[False].predicted.peak_bytes <= smallest[True].predicted.peak_bytes
+    """With one sequence a step there is one micro batch, which is all that an update in backward can take."""
+    wanted = target("1GiB", tokens_per_step=128, **CHANGES)
+    assert all(c.strategy.optimizer.update == "step" for c in search(Tracers(LLAMA, CPU, wanted), CPU, wanted, 10**9))
+    found = search(Tracers(LLAMA, CPU, wanted), CPU, wanted, 10**9, clips=False)
+    smallest: dict[OptimizerVariant, int] = {}
+    for candidate in found:
+        variant = candidate.strategy.optimizer
+        smallest[variant] = min(candidate.peak_bytes, smallest.get(variant, candidate.peak_bytes))
+    in_backward = [variant for variant in smallest if variant.update == "backward"]
+    assert len(in_backward) >= 4
+    for variant in in_backward:
+        assert smallest[variant] < smallest[replace(variant, update="step")], variant
+    tight = int(min(smallest[v] for v in smallest if v.update == "step"))
+    for norm, update in ((1.0, "step"), (None, "backward")):
+        plan = choose(LLAMA, CPU, replace(wanted, budget_bytes=tight), max_grad_norm=norm)
+        assert plan.strategy.optimizer.update == update
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -108,3 +108,49 @@ def test_a_finite_window_has_none_and_leaves_nothing():
     assert all(parameter.grad is None for parameter in step.model.parameters())
     assert not any(module._forward_hooks for module in step.model.modules())
     assert not step(window()).skipped
+
+
+class Counting(Model):
+    """With dropout, running statistics and a count of its own: what a forward changes beside the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.statistics = nn.Dropout(0.5), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.statistics(self.dropout(self.embedding(ids)).flatten(0, 1)).view(*ids.shape, WIDTH)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def looked_at(*, overflows: bool) -> tuple[TrainStep, dict[str, Tensor], Tensor]:
+    """A step whose window was looked at, with its buffers and the generator's state from before."""
+    torch.manual_seed(0)
+    workload = workload_from_module(Counting, seq_len=6, vocab_size=13)
+    step = build_step(workload, Strategy(2, precision="fp16", tiers=("full",) * 4, loss_scale=LossScale(1.0)), CPU)
+    step(window())
+    if overflows:
+        with torch.no_grad():
+            step.model.blocks[2].up.weight.mul_(1e5)
+    buffers = {name: value.clone() for name, value in step.model.named_buffers()}
+    assert int(buffers["calls"]) == 1
+    state = torch.get_rng_state()
+    assert (find_overflow(step, window()) is not None) == overflows
+    return step, buffers, state
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_generators_are_left_alone(overflows: bool):
+    """A run that was looked at goes on as one that was not."""
+    _, _, state = looked_at(overflows=overflows)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_buffers_are_left_alone(overflows: bool):
+    """Statistics of a window that overflowed would be those of the run's next checkpoint."""
+    step, buffers, _ = looked_at(overflows=overflows)
+    assert not [name for name, value in step.model.named_buffers() if not torch.equal(value, buffers[name])]

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from plain import CPU, build, random_batch, small_workload
+from plain import CPU, build, make_model, random_batch, small_workload
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from trainfit.errors import RecipeError
-from trainfit.profile import OptimizerVariant
+from trainfit.errors import ModelError, RecipeError
+from trainfit.hardware import Ranks
+from trainfit.profile import Accuracy, OptimizerVariant, Precision
 from trainfit.rehearsal import measure
 from trainfit.step import Strategy, build_step
-from trainfit.techniques.optimizer import bytes_per_parameter, make_optimizer, store_weights
+from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, make_optimizer, store_weights
 from trainfit.techniques.stored_adamw import StoredAdamW
 from trainfit.techniques.stored_moments import BLOCK, BlockMoment, dynamic_map
 from trainfit.techniques.stored_weights import by_chance_bf16, join_bits, nearest_bf16, split_bits
-from trainfit.workload import AdamWSettings, Workload
+from trainfit.train.checkpoint import RunState, checkpoint_path
+from trainfit.train.packing import Position
+from trainfit.train.saving import Checkpoints
+from trainfit.workload import AdamWSettings, Workload, workload_from_module
 
 SETTINGS = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 
@@ -53,6 +59,41 @@ def test_nearest_bf16_is_torchs_but_for_ties(numbers: list[float]):
     values = torch.tensor(numbers)
     differs = nearest_bf16(values) != values.to(torch.bfloat16)
     assert torch.all((values[differs].view(torch.int32) & 0xFFFF) == 0x8000)
+
+
+def not_numbers() -> Tensor:
+    """NaNs of both signs: all 2^16 lower halves of some upper ones, so that none is saved by its last bits."""
+    low = torch.arange(2**16, dtype=torch.int32)
+    upper = (0x7F80, 0x7F81, 0x7FC0, 0x7FFE, 0x7FFF)
+    bits = torch.cat([low + (half << 16) for half in upper])
+    bits = bits[bits != 0x7F800000]  # inf
+    bits = torch.cat([bits, bits | -(2**31)])
+    known = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001], dtype=torch.int32)
+    assert torch.isin(torch.cat([known, known | -(2**31)]), bits).all()
+    values = bits.view(torch.float32)
+    assert values.isnan().all()
+    return values
+
+
+TO_BF16: dict[str, Callable[[Tensor], Tensor]] = {
+    "nearest": nearest_bf16,
+    "by chance": lambda value: by_chance_bf16(value, torch.Generator().manual_seed(0)),
+    "split": lambda value: split_bits(value)[0],
+    "split and joined": lambda value: join_bits(*split_bits(value)),
+}
+
+
+@pytest.mark.parametrize("way", TO_BF16)
+def test_what_is_no_number_stays_none(way: str):
+    """A loss that broke must not come back as an inf, or worse as a number, of a weight that looks trained."""
+    values = not_numbers()
+    assert int((~TO_BF16[way](values).isnan()).sum()) == 0
+
+
+@pytest.mark.parametrize("way", TO_BF16)
+def test_infinity_stays_itself(way: str):
+    values = torch.tensor([torch.inf, -torch.inf]).repeat(1000)
+    assert torch.equal(TO_BF16[way](values).float(), values)
 
 
 def test_rounding_by_chance_gives_one_of_two_neighbours_and_the_right_mean():
@@ -127,11 +168,17 @@ def reference_loop(
 
 
 class TwoMatrices(nn.Module):
+    """The same weights each time; the global generator, whose seed rounding by chance takes, is left as it was."""
+
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.one = nn.Linear(64, 128, bias=False)
-        self.two = nn.Linear(128, 32, bias=False)
+        with torch.device("meta"):
+            self.one = nn.Linear(64, 128, bias=False)
+            self.two = nn.Linear(128, 32, bias=False)
+        self.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
 
 
 def gradients_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -197,46 +244,82 @@ def test_kahan_is_as_near_to_fp32_masters_as_two_bf16_can_be():
     assert (halves.weight.float() - masters.weight).abs().max().item() < 2**-8 * largest
 
 
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [("bf16_stochastic", 0.9), ("bf16_kahan", 0.9), ("bf16_residual", 0.9), ("bf16_master", 0.9)],
-)
-def test_mp_08_a_hundred_small_updates_are_not_lost(weights: Any, expected: float):
+@pytest.mark.parametrize("weights", ["bf16_stochastic", "bf16_kahan", "bf16_residual", "bf16_master"])
+def test_mp_08_a_hundred_small_updates_are_not_lost(weights: Any):
     """Report MP-08: bf16 weights whose updates are below rounding stay where they are; fp32 ends at 0.9."""
-    model = nn.Linear(100, 100, bias=False)
-    nn.init.ones_(model.weight)
-    variant = OptimizerVariant(weights=weights)
     settings = AdamWSettings(learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-12)
+    whole, model = nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False)
+    for each in (whole, model):
+        nn.init.ones_(each.weight)
+    plain = torch.optim.AdamW(
+        whole.parameters(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=0.0,
+        fused=True,
+    )
+    variant = OptimizerVariant(weights=weights)
     beside = store_weights(model, model, variant)
     optimizer = make_optimizer(model.named_parameters(), settings, variant, beside=beside)
     naive = torch.ones(100, 100).bfloat16()
     for _ in range(100):
-        model.weight.grad = torch.ones_like(model.weight, dtype=torch.float32)
+        model.weight.grad = torch.ones(100, 100)
+        whole.weight.grad = torch.ones(100, 100)
         optimizer.step()
-        naive -= 1e-3
+        plain.step()
+        naive -= settings.learning_rate
+    expected, found = whole.weight.detach(), model.weight.detach()
     assert naive.float().mean().item() == 1.0  # what is lost without
-    assert model.weight.float().mean().item() == pytest.approx(expected, abs=0.01)
+    assert expected.mean().item() == pytest.approx(0.9, abs=1e-5)
+    spacing = 2.0**-8  # of bf16 below one
+    state = optimizer.state[model.weight]
+    if weights == "bf16_stochastic":
+        # A step of a share p of the spacing is one of it with the probability p; four standard deviations of the mean.
+        share = settings.learning_rate / spacing
+        deviation = spacing * math.sqrt(100 * share * (1 - share) / found.numel())
+        assert found.float().mean().item() == pytest.approx(expected.mean().item(), abs=4 * deviation)
+    elif weights == "bf16_kahan":
+        # A compensation is at most half a spacing, kept to 8 bits: what is lost is half of 2^-8 of it, each step.
+        value = found.float() + state["compensation"].float()
+        assert_close(value, expected, rtol=0, atol=100 * spacing / 2 * 2**-9)
+    else:
+        value = state["master"] if weights == "bf16_master" else join_bits(found, state["residual"])
+        assert torch.equal(value, expected)
+        assert torch.equal(found, nearest_bf16(expected))
 
 
-def test_rounding_by_chance_is_the_same_for_copies_and_after_a_new_start():
-    def run(steps: int, optimizer: StoredAdamW, model: nn.Module) -> Tensor:
-        train(model, optimizer, steps)
-        return model.get_parameter("one.weight").detach().clone()
-
-    torch.manual_seed(7)
-    first = run(6, *reversed(stored(OptimizerVariant(weights="bf16_stochastic"))))
-    torch.manual_seed(7)
+def by_chance(seed: int) -> tuple[nn.Module, StoredAdamW]:
+    """A process whose generator was seeded so before the build, and has moved on since."""
+    torch.manual_seed(seed)
     model, optimizer = stored(OptimizerVariant(weights="bf16_stochastic"))
-    run(3, optimizer, model)
-    # A new process: other generators have moved on, the count of steps is what it was.
-    torch.manual_seed(0)
-    again, fresh = stored(OptimizerVariant(weights="bf16_stochastic"))
-    for mine, theirs in zip(again.parameters(), model.parameters()):
-        mine.data.copy_(theirs.detach())
-        for name, value in optimizer.state[theirs].items():
-            fresh.state[mine][name].copy_(value)
-    torch.rand(5)
-    assert torch.equal(run(3, fresh, again), first)
+    torch.seed()
+    return model, optimizer
+
+
+def test_rounding_by_chance_takes_the_seed_that_the_process_began_with():
+    """Generators go apart after the build (each rank's dropout); copies of a model must not."""
+    runs = [by_chance(seed) for seed in (7, 7, 8)]
+    for model, optimizer in runs:
+        train(model, optimizer, 6)
+    first, same, other = (model.get_parameter("one.weight") for model, _ in runs)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_rounding_by_chance_is_the_same_after_a_new_start(tmp_path: Path):
+    unbroken, optimizer = by_chance(7)
+    train(unbroken, optimizer, 6)
+    saved, optimizer = by_chance(7)
+    train(saved, optimizer, 3)
+    with Checkpoints(tmp_path, Ranks(), keep=1) as checkpoints:
+        checkpoints.save(RunState(3, Position(0, 0), 0), saved, optimizer, (torch.get_rng_state(),))
+    resumed, optimizer = by_chance(7)
+    with Checkpoints(tmp_path, Ranks(), keep=1) as checkpoints:
+        checkpoints.load(checkpoint_path(tmp_path, 3), resumed, optimizer).set_rng(CPU)
+    train(resumed, optimizer, 3)
+    for one, another in zip(unbroken.parameters(), resumed.parameters()):
+        assert torch.equal(one, another)
 
 
 def test_states_fp32_updated_in_backward_are_plain_training_to_the_bit():
@@ -257,12 +340,12 @@ def test_gradients_go_while_backward_runs():
     step = build(workload, "keep", optimizer=OptimizerVariant(update="backward"))
     seen: list[set[int]] = []
 
-    def look(block: int) -> None:
+    def look() -> None:
         blocks = [step.model.get_submodule(name) for name in step.anatomy.blocks]
         seen.append({i for i, each in enumerate(blocks) if any(p.grad is not None for p in each.parameters())})
 
     for name in step.anatomy.blocks:
-        step.model.get_submodule(name).register_full_backward_hook(lambda *_: look(0))
+        step.model.get_submodule(name).register_full_backward_hook(lambda *_: look())
     step([random_batch(workload)])
     assert len(seen) == 3
     assert all(len(blocks) <= 1 for blocks in seen)
@@ -307,13 +390,39 @@ def test_adafactor_is_torchs_own():
     assert state["row_var"].numel() + state["col_var"].numel() == sum(matrix.shape)
 
 
+def test_adafactor_steps_are_those_of_a_loop_with_torchs_own_to_the_bit():
+    workload = small_workload("llama").copy(optimizer=SETTINGS)
+    step = build(workload, optimizer=OptimizerVariant("adafactor"))
+    model = make_model(workload)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.Adafactor(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2
+    )
+    for seed in range(5):
+        batch = random_batch(workload, seed=seed)
+        step([batch])
+        logits = model(batch.inputs).logits
+        summed = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        (summed * (1.0 / batch.num_tokens)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    begun = make_model(workload)
+    for (name, mine), theirs in zip(step.model.named_parameters(), model.parameters()):
+        assert torch.equal(mine, theirs), name
+        assert not torch.equal(mine, begun.get_parameter(name)), name
+
+
 def test_ga_10_half_weights_add_up_micro_batches_in_fp32():
-    """Report GA-10: 1.0 and 0.001 a thousand times is 256 in bf16, 1000 (1.0) in fp32."""
+    """Report GA-10: 1.0 and 0.001 a thousand times is 256 and 0.5 in bf16, 1000 and 1.0 in fp32."""
     model = nn.Linear(1, 2, bias=False)
     store_weights(model, model, OptimizerVariant(weights="bf16_residual"))
     sizes = torch.tensor([[1.0], [0.001]])
+    in_bf16 = torch.zeros(2, 1, dtype=torch.bfloat16)
     for _ in range(1000):
+        in_bf16 += sizes.bfloat16()
         (model.weight * sizes.bfloat16()).float().sum().backward()
+    assert in_bf16.flatten().tolist() == [256.0, 0.5]  # what is lost without
     assert model.weight.grad is not None
     assert model.weight.grad.dtype == torch.float32
     assert_close(model.weight.grad, 1000 * sizes.bfloat16().float(), rtol=1e-6, atol=0)
@@ -351,6 +460,7 @@ def wide() -> Workload:
         (OptimizerVariant(), 16.0),
         (OptimizerVariant(states="int8"), 10.0),
         (OptimizerVariant(weights="bf16_master"), 18.0),
+        (OptimizerVariant(weights="fp16_master"), 18.0),
         (OptimizerVariant(weights="bf16_residual", gradients="half"), 14.0),
         (OptimizerVariant(weights="bf16_kahan", gradients="half"), 14.0),
         (OptimizerVariant(weights="bf16_stochastic", gradients="half"), 12.0),
@@ -365,7 +475,7 @@ def wide() -> Workload:
 def test_bytes_per_parameter_are_those_of_the_table(variant: OptimizerVariant, expected: float):
     """Measured: what the allocator holds between steps, and the gradients of a window."""
     workload = wide()
-    precision = "fp32" if variant.weights == "fp32" else "bf16"
+    precision: Any = variant.weights.partition("_")[0]
     strategy = Strategy(1, precision=precision, tiers=("full",) * 2, optimizer=variant)
     norm = None if variant.update == "backward" else 1.0
     resident = measure(workload, strategy, CPU, steps=0, max_grad_norm=norm).resident_bytes
@@ -397,3 +507,90 @@ def test_what_does_not_go_together_is_refused_in_one_line(knobs: dict[str, Any],
     with pytest.raises(RecipeError, match=message) as caught:
         build(small_workload("llama"), "keep", **knobs)
     assert "\n" not in str(caught.value)
+
+
+def words(value: OptimizerVariant | str) -> str:
+    return value if isinstance(value, str) else "-".join(vars(value).values())
+
+
+def halves() -> Workload:
+    """Of a user whose module is bf16 itself."""
+    return workload_from_module(make_model(small_workload("llama")).bfloat16(), seq_len=24, vocab_size=97)
+
+
+@pytest.mark.parametrize(
+    ("variant", "precision"),
+    [
+        (OptimizerVariant(), "fp32"),
+        (OptimizerVariant(), "bf16"),
+        (OptimizerVariant(kernel="foreach"), "bf16"),
+        (OptimizerVariant(weights="bf16_residual"), "bf16"),
+    ],
+    ids=words,
+)
+def test_a_model_that_is_bf16_itself_is_refused(variant: OptimizerVariant, precision: Precision):
+    """Its updates would be rounded away (MP-08), and a variant has no fp32 to split."""
+    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight.*float") as caught:
+        build(halves(), precision=precision, optimizer=variant)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_bf16_itself_is_trained_by_an_optimizer_of_its_own():
+    def own(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+    step = build(halves().copy(make_optimizer=own), precision="bf16")
+    batch = random_batch(small_workload("llama"))
+    losses = [float(step([batch]).loss) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert {parameter.dtype for parameter in step.model.parameters()} == {torch.bfloat16}
+
+
+def test_frozen_weights_may_be_bf16_themselves():
+    model = make_model(small_workload("llama")).bfloat16().requires_grad_(False)
+    model.get_submodule("lm_head").float().requires_grad_(True)
+    step = build(workload_from_module(model, seq_len=24, vocab_size=97), precision="bf16")
+    batch = random_batch(small_workload("llama"))
+    assert step([batch]).loss > step([batch]).loss
+
+
+HALF_WEIGHTS: dict[Any, Precision] = {
+    "bf16_master": "bf16",
+    "bf16_residual": "bf16",
+    "bf16_kahan": "bf16",
+    "bf16_stochastic": "bf16",
+    "fp16_master": "fp16",
+}
+EXACT = [
+    OptimizerVariant(),
+    OptimizerVariant(kernel="foreach"),
+    OptimizerVariant(place="host"),
+    OptimizerVariant(update="backward"),
+]
+ACCURACIES: list[tuple[OptimizerVariant, Precision, Accuracy]] = [
+    *((variant, "fp32", "exact") for variant in EXACT),
+    *((variant, "bf16", "rounding") for variant in EXACT),
+    *((variant, "fp16", "rounding") for variant in EXACT if variant.update == "step"),
+    *(
+        (OptimizerVariant(weights=weights, gradients=gradients), precision, accuracy)
+        for weights, precision in HALF_WEIGHTS.items()
+        for gradients in ("fp32", "half")
+        for accuracy in ["lossy" if weights in ("bf16_kahan", "bf16_stochastic") else "rounding"]
+        if (precision, gradients) != ("fp16", "half")
+    ),
+    (OptimizerVariant(weights="bf16_master", place="host"), "bf16", "rounding"),
+    (OptimizerVariant(weights="bf16_residual", update="backward"), "bf16", "rounding"),
+    *(
+        (OptimizerVariant(states=states), precision, "lossy")
+        for states in ("bf16", "int8", "fp8")
+        for precision in ("fp32", "bf16", "fp16")
+    ),
+    (OptimizerVariant(weights="bf16_residual", states="int8"), "bf16", "lossy"),
+    *((OptimizerVariant("adafactor"), precision, "lossy") for precision in ("fp32", "bf16", "fp16")),
+]
+
+
+@pytest.mark.parametrize(("variant", "precision", "expected"), ACCURACIES, ids=words)
+def test_what_a_variant_does_to_what_is_learnt(variant: OptimizerVariant, precision: Precision, expected: Accuracy):
+    """fp32 from step to step or not: two bf16 hold 16 bits and a sign, less than 24."""
+    assert accuracy_of(variant, precision) == expected
