@@ -216,3 +216,35 @@ def test_a_reader_that_has_gone_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 1
+
+
+def test_a_plan_of_a_recipe_keeps_its_optimizer(capsys, tmp_path):
+    """What `plan --json` writes is what `train --plan` takes."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""
+model: {{model_type: llama, vocab_size: 300, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+         num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 32}}
+data: {{paths: text.txt, tokenizer: {{vocab_size: 300}}}}
+seq_len: 32
+tokens_per_step: 128
+memory: 1GiB
+steps: 2
+precision: bf16
+cast: operator
+max_grad_norm: null
+optimizer: {{weights: bf16_stochastic, states: int8}}
+run_folder: {tmp_path / "run"}
+"""
+    )
+    (tmp_path / "text.txt").write_text("all that is said twice is said twice over. " * 400)
+    planned = run_json(capsys, "plan", str(recipe))
+    optimizer = planned["chosen"]["strategy"]["optimizer"]
+    assert (optimizer["weights"], optimizer["states"]) == ("bf16_stochastic", "int8")
+    assert planned["target"]["optimizer"] == optimizer
+    (tmp_path / "plan.json").write_text(json.dumps(planned))
+    assert main(["train", str(recipe), "--plan", str(tmp_path / "plan.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["hash"] == planned["hash"]
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert main(["train", str(recipe), "optimizer.states=fp32", "--plan", str(tmp_path / "plan.json")]) == 2
+    assert "the plan's optimizer is" in capsys.readouterr().err

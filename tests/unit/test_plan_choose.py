@@ -227,3 +227,13 @@ def test_the_fast_model_is_close_for_every_variant(precision: str):
         exact = rehearse(LLAMA, candidate.strategy, CPU, max_grad_norm=None)
         # Temporaries of one piece of an update are not in the table.
         assert candidate.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.12), candidate.strategy
+
+
+def test_fp16_on_a_device_whose_fused_adamw_does_not_skip():
+    """Where the optimizer may change foreach is taken; else the plan says which device and what to set."""
+    card = find_device("ascend-910a")
+    asked = target("4GiB", precision="fp16", may_change=frozenset({"optimizer"}))
+    plan = choose(LLAMA, card, asked)
+    assert plan.strategy.optimizer.kernel == "foreach"
+    with pytest.raises(RecipeError, match=r"fused AdamW on npu .* optimizer\.kernel: foreach"):
+        choose(LLAMA, card, target("4GiB", precision="fp16"))

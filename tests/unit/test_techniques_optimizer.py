@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from plain import CPU, build, make_model, random_batch, small_workload
+from plain import CPU, build, make_model, random_batch, small_workload, tiny_workload
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import Ranks
-from trainfit.profile import Accuracy, OptimizerVariant, Precision
+from trainfit.profile import Accuracy, Mesh, OptimizerVariant, Precision
 from trainfit.rehearsal import measure
 from trainfit.step import Strategy, build_step
 from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, make_optimizer, store_weights
@@ -28,7 +28,7 @@ from trainfit.techniques.stored_weights import by_chance_bf16, join_bits, neares
 from trainfit.train.checkpoint import RunState, checkpoint_path
 from trainfit.train.packing import Position
 from trainfit.train.saving import Checkpoints
-from trainfit.workload import AdamWSettings, Workload, workload_from_module
+from trainfit.workload import AdamWSettings, Workload, with_frozen, workload_from_module
 
 SETTINGS = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 
@@ -594,3 +594,108 @@ ACCURACIES: list[tuple[OptimizerVariant, Precision, Accuracy]] = [
 def test_what_a_variant_does_to_what_is_learnt(variant: OptimizerVariant, precision: Precision, expected: Accuracy):
     """fp32 from step to step or not: two bf16 hold 16 bits and a sign, less than 24."""
     assert accuracy_of(variant, precision) == expected
+
+
+def test_a_second_build_is_not_updated_by_the_first_ones_hooks():
+    workload = small_workload("llama")
+    first = build(workload, optimizer=OptimizerVariant(update="backward"))
+    again = build(workload, model=first.model, max_grad_norm=1.0)
+    fresh = build(workload, max_grad_norm=1.0)
+    batch = random_batch(workload)
+    found, expected = again([batch]), fresh([batch])
+    assert found.gradient_norm == expected.gradient_norm
+    for one, other in zip(again.model.parameters(), fresh.model.parameters()):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        OptimizerVariant(weights="bf16_stochastic"),
+        OptimizerVariant(weights="bf16_residual", states="int8"),
+        OptimizerVariant(weights="bf16_master", states="fp8"),
+    ],
+    ids=lambda v: f"{v.weights}-{v.states}",
+)
+def test_a_state_dict_comes_back_in_its_dtypes(variant: OptimizerVariant):
+    """torch's own load_state_dict gives every state the dtype of its parameter."""
+    torch.manual_seed(0)
+    model, optimizer = stored(variant)
+    train(model, optimizer, 3)
+    torch.manual_seed(0)
+    other, fresh = stored(variant)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(optimizer.state_dict())
+    for mine, theirs in zip(other.parameters(), model.parameters()):
+        for name, value in optimizer.state[theirs].items():
+            assert fresh.state[mine][name].dtype == value.dtype
+            assert torch.equal(fresh.state[mine][name].float(), value.float())
+    train(model, optimizer, 2)
+    train(other, fresh, 2)
+    for mine, theirs in zip(other.parameters(), model.parameters()):
+        assert torch.equal(mine, theirs)
+
+
+class Odd(nn.Module):
+    """A number, a transposed matrix and an empty one, as parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Parameter(torch.tensor(1.0))
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.empty = nn.Parameter(torch.randn(0, 3))
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [OptimizerVariant(update="backward"), OptimizerVariant(states="int8"), OptimizerVariant(weights="bf16_residual")],
+    ids=lambda v: f"{v.weights}-{v.states}-{v.update}",
+)
+def test_parameters_of_any_shape_are_updated(variant: OptimizerVariant):
+    model, plain = Odd(), Odd()
+    beside = store_weights(model, model, variant)
+    optimizer = make_optimizer(model.named_parameters(), SETTINGS, variant, beside=beside)
+    reference = make_optimizer(plain.named_parameters(), SETTINGS)
+    for _ in range(3):
+        for one, other in zip(model.parameters(), plain.parameters()):
+            other.grad = torch.full_like(other, 0.5)
+            one.grad = torch.full_like(one, 0.5, dtype=torch.float32)
+        optimizer.step()
+        reference.step()
+    for one, other in zip(model.parameters(), plain.parameters()):
+        assert one.shape == other.shape
+        # A constant gradient takes whole steps, whatever the moments are kept in; bf16 has 8 bits.
+        assert_close(one.float(), other, rtol=2**-8 if variant.weights != "fp32" else 1e-3, atol=1e-6)
+
+
+def test_the_norm_of_half_gradients_is_that_of_fp32():
+    workload = small_workload("llama")
+    variants = [OptimizerVariant(weights="bf16_residual", gradients=sums) for sums in ("fp32", "half")]
+    steps = [build(workload, optimizer=each, precision="bf16", max_grad_norm=1.0) for each in variants]
+    norms = [step([random_batch(workload)]).gradient_norm for step in steps]
+    # One micro batch: the same gradients, which bf16 holds as they are.
+    assert_close(norms[1], norms[0], rtol=1e-6, atol=0)
+    assert norms[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"mesh": Mesh(pipeline=2), "accumulation_steps": 2}, "does not work with mesh.pipeline 2"),
+    ],
+)
+def test_half_weights_in_pipelines_are_refused(knobs: dict[str, Any], message: str):
+    with pytest.raises(RecipeError, match=message):
+        Strategy(1, precision="bf16", optimizer=OptimizerVariant(weights="bf16_residual"), **knobs)
+
+
+def test_norms_that_would_mix_dtypes_are_refused():
+    workload = with_frozen(tiny_workload("gpt2"), ["*wte*"])
+    variant = OptimizerVariant(weights="bf16_residual")
+    with pytest.raises(RecipeError, match="frozen_weights: half"):
+        build(workload, "keep", optimizer=variant, precision="bf16")
+    step = build(workload, "keep", optimizer=variant, precision="bf16", frozen_weights="half")
+    assert step([random_batch(workload)]).loss > 0
+    with pytest.raises(RecipeError, match="train whole or not at all"):
+        build(with_frozen(tiny_workload("gpt2"), ["*ln_1.bias"]), "keep", optimizer=variant, precision="bf16")

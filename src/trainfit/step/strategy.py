@@ -89,7 +89,7 @@ class Strategy:
         if self.optimizer.weights != "fp32" and self.mesh.pipeline > 1:
             raise RecipeError(
                 f"optimizer.weights {self.optimizer.weights} does not work with mesh.pipeline {self.mesh.pipeline}: "
-                "stages hand on hidden states as fp32 weights make them; use optimizer.weights: fp32, or mesh.shard instead"
+                "stages hand on hidden states as fp32 weights make them; use optimizer.weights: fp32, or mesh.shard"
             )
         _check_casts(self)
         if unknown := sorted(set(self.tiers) - set(TIERS)):

@@ -39,8 +39,8 @@ class BlockCasts:
             forget_cast(block)
         if setting == "block" and build.ranks.mesh.tensor > 1:
             raise RecipeError(
-                f"cast block does not work with mesh.tensor {build.ranks.mesh.tensor}: parts of weights cannot be freed "
-                "that way; use cast: operator, or optimizer.weights: bf16_residual"
+                f"cast block does not work with mesh.tensor {build.ranks.mesh.tensor}: parts of weights cannot be "
+                "freed that way; use cast: operator, or optimizer.weights: bf16_residual"
             )
         # FSDP casts in its gathers; the stage is not known to be one that shards until then.
         if setting == "block" and build.ranks.mesh.shard == 1:
