@@ -8,6 +8,11 @@ nothing to save.
 NOTE [ The root of the second moment ]
 AdamW divides by the root of its second moment. It is the root that 8 bits keep: half the range in orders of magnitude,
 and what is not zero is never rounded to zero, where a step would be divided by eps alone.
+
+NOTE [ Codes by the bits of a number ]
+A search among 256 values takes 150 ns an element on a CPU, 95 % of an update. So the code is looked up by the upper
+bits of the number, exponent and 10 of its 23 fraction bits, in a table that such a search has filled. Where a border
+between two codes lies within one entry of the table, the code may be the second nearest, off by 2**-11 of the number.
 """
 
 from __future__ import annotations
@@ -23,6 +28,9 @@ from trainfit.techniques.stored_weights import States
 
 BLOCK = 1024
 _FP8 = torch.float8_e4m3fn
+_DROPPED_BITS = 13  # of an fp32 number's fraction
+_LOWEST_BITS = (127 - 24) << 23  # of 2**-24, below half the smallest value of the map
+_ENTRIES = 2**15  # a power of two that holds all from 2**-24 to 1
 
 
 class Moment(Protocol):
@@ -66,26 +74,36 @@ class BlockMoment:
     def __init__(self, name: str, *, fp8: bool, keeps_root: bool) -> None:
         """keeps_root: see NOTE [ The root of the second moment ]; such a moment has no sign."""
         self.name, self._scale, self._fp8, self._keeps_root = name, f"{name}_scale", fp8, keeps_root
-        self._maps: dict[torch.device, Tensor] = {}
+        self._maps: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def tables(self) -> Sequence[Tensor]:
-        return list(self._maps.values())
+        return [table for tables in self._maps.values() for table in tables]
 
     def first(self, like: Tensor) -> dict[str, Tensor]:
         *rows, columns = like.shape
         codes = torch.zeros(like.shape, dtype=_FP8 if self._fp8 else torch.uint8, device=like.device)
         if not self._fp8:
             codes.fill_(_zero_code(signed=not self._keeps_root))
-            self._map(like.device)
+            self._tables(like.device)
         scale = torch.zeros(*rows, num_blocks(columns), dtype=torch.float32, device=like.device)
         return {self.name: codes, self._scale: scale}
 
-    def _map(self, device: torch.device) -> Tensor:
-        """Made once, before the first step: a copy from the host makes it wait."""
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Values by code, and codes by the bits of a number; see NOTE [ Codes by the bits of a number ].
+
+        Made once, before the first step: a copy from the host makes it wait.
+        """
         if device not in self._maps:
-            values = dynamic_map(signed=not self._keeps_root)
-            self._maps[device] = torch.tensor(values, dtype=torch.float32, device=device)
+            values = torch.tensor(dynamic_map(signed=not self._keeps_root), dtype=torch.float32, device=device)
+            borders = (values[1:] + values[:-1]) / 2
+            entries = torch.arange(_ENTRIES, dtype=torch.int32, device=device)
+            sizes = (
+                ((entries << _DROPPED_BITS) + _LOWEST_BITS + (1 << (_DROPPED_BITS - 1))).view(torch.float32)
+            ).clone()
+            sizes[0] = 0.0
+            numbers = sizes if self._keeps_root else torch.cat([sizes, -sizes])
+            self._maps[device] = values, torch.bucketize(numbers, borders, out_int32=True).to(torch.uint8)
         return self._maps[device]
 
     def read(self, states: States) -> Tensor:
@@ -115,14 +133,19 @@ class BlockMoment:
 
     def _values(self, codes: Tensor) -> Tensor:
         # Indexing would make a 64-bit copy of the codes first.
-        return self._map(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+        return self._tables(codes.device)[0].index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def _nearest_codes(self, value: Tensor) -> Tensor:
-        values = self._map(value.device)
-        borders = (values[1:] + values[:-1]) / 2
+        """value (rows, columns), from -1 to 1, contiguous."""
+        bits = value.view(torch.int32)
+        entries = bits.bitwise_and(0x7FFFFFFF).sub_(_LOWEST_BITS).clamp_(min=0)
+        entries.bitwise_right_shift_(_DROPPED_BITS).clamp_(max=_ENTRIES - 1)
+        if not self._keeps_root:
+            entries.add_(bits.bitwise_right_shift(31).bitwise_and_(_ENTRIES))
+        codes = self._tables(value.device)[1].index_select(0, entries.view(-1)).view(value.shape)
         if self._keeps_root:
-            borders[0] = 0.0  # only zero is zero
-        return torch.bucketize(value, borders, out_int32=True)
+            codes = torch.maximum(codes, (value > 0).to(torch.uint8))  # only zero is zero
+        return codes
 
 
 def moments(storage: StateStorage) -> tuple[Moment, Moment]:
