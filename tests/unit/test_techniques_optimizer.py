@@ -138,7 +138,9 @@ def test_a_moment_of_eight_bits_is_near_what_was_written(fp8: bool, columns: int
         # counts twice; one in a hundred is for fp32.
         step = value.abs() / 16 if fp8 else top * 0.9 / 64 / 2
         smallest = top * 2.0**-18  # where e4m3 has no more steps
-        assert torch.all(error <= 1.01 * torch.maximum(step, smallest) * (2.1 if keeps_root else 1.0))
+        nearest = 1.01 * torch.maximum(step, smallest) * (2.1 if keeps_root else 1.0)
+        # Codes are looked up by 11 bits of a number: at a border the second nearest may be taken.
+        assert torch.all(error <= nearest + 2.0**-10 * value.abs())
 
 
 def test_no_second_moment_is_rounded_to_zero():
