@@ -15,7 +15,7 @@ from zero_ranks import CPU, LLAMA, NUM_ROWS, OPTIMIZER, SEQ_LEN, new_model, work
 from trainfit.hardware.ranks import local_part
 from trainfit.profile import Mesh, OptimizerVariant, Precision, Zero
 from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
-from trainfit.techniques.stored_adamw import rows_of
+from trainfit.techniques.stored_adamw import flat_states
 from trainfit.techniques.stored_moments import moments
 from trainfit.train.checkpoint import RunState, checkpoint_path
 from trainfit.train.packing import Position
@@ -161,7 +161,7 @@ def whole_moments(step: TrainStep) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for parameter, state in step.optimizer.state.items():
         shape = local_part(parameter.detach()).shape
-        flat = {key: rows_of(local_part(value)) for key, value in state.items() if value.dim()}
+        flat = flat_states(state)
         for moment in moments(step.strategy.optimizer.states if parameter.dim() > 1 else "fp32"):
             value = moment.read(flat).clone().view(shape)
             if isinstance(parameter, DTensor):

@@ -112,8 +112,12 @@ def test_half_weights_add_up_in_fp32_on_ranks(case: Case) -> None:
         assert found["gradients"].keys() == expected["gradients"].keys()
         for name, gradient in expected["gradients"].items():
             # Each addition is rounded at 2^-24 of sums that may be twice the largest; bf16 would round at 2^-9.
-            difference = (found["gradients"][name] - gradient).abs().max().item()
-            assert difference <= 8 * 2**-23 * gradient.abs().max().item(), name
+            bound = torch.full_like(gradient, 8 * 2**-23 * gradient.abs().max().item())
+            if case.stage and case.loss_chunks > 1 and name == "lm_head.weight":
+                # FSDP's whole parameters take gradients in their own dtype: each rank's sum of chunks is rounded once,
+                # at 2^-9 of terms that may cancel. Stage 0, where nothing is rounded, shows that chunks add up in fp32.
+                bound += 2 * 2**-9 * gradient.abs().max()
+            assert torch.all((found["gradients"][name] - gradient).abs() <= bound), name
 
 
 @pytest.mark.parametrize("case", TENSOR, ids=str)
@@ -130,7 +134,7 @@ def test_split_matrices_keep_their_states_split(case: Case) -> None:
             assert torch.Size(mine).numel() * (2 if is_split else 1) == torch.Size(whole).numel(), name
             split += is_split
             for key, shape in shapes.items():
-                if key.endswith("_scale"):
+                if key.partition("@")[0].endswith("_scale"):
                     assert shape == (mine[0], num_blocks(mine[1])), (name, key)
                 elif key != "step":
                     assert shape == mine, (name, key)
