@@ -50,7 +50,7 @@ def plan(
     may_change: MayChangeOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Choose how to train within a device's memory: micro batch, recomputation, loss chunks, precision.
+    """Choose how to train within a device's memory: micro batch, recomputation, loss chunks, precision, optimizer.
 
     The few best strategies are rehearsed before one is chosen. Exit code 2 when none fits; it says by how much.
 

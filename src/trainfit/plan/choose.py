@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
@@ -47,7 +48,9 @@ def choose(
         )
     allowed = target.allowed_bytes(hardware.spec.kind)
     on_progress("tracing one block")
-    found = search(Tracers(workload, hardware, target), hardware, target, allowed, clips=max_grad_norm is not None)
+    tracers = Tracers(workload, hardware, target)
+    found = search(tracers, hardware, target, allowed, clips=max_grad_norm is not None)
+    num_trained = tracers.of(target.optimizer).facts.num_trained
     if not found:
         raise _too_few_micro_batches(target)
 
@@ -68,7 +71,10 @@ def choose(
         plain=plain,
         alternatives=tuple(_alternatives(found, rehearsed, chosen, profile, allowed)),
         reason=_why(chosen, profile, plain, allowed) if fits else _why_not(profile, target, hardware),
-        notes=(*_notes(target), *_accuracy_note(target, chosen.strategy)),
+        notes=(
+            *_notes(target),
+            *_accuracy_note(target, chosen.strategy, num_trained),
+        ),
     )
 
 
@@ -171,6 +177,8 @@ def _alternatives(
             strategy = candidate.strategy
             gain = 1 - seconds / profile.step_seconds
             why = f"{gain:.1%} faster, too little for what is {accuracy_of(strategy.optimizer, strategy.precision)}"
+        if candidate.strategy.optimizer != chosen.strategy.optimizer:
+            why += f" ({accuracy_of(candidate.strategy.optimizer, candidate.strategy.precision)})"
         yield Alternative(candidate.strategy, peak, seconds, seen is not None, why)
 
 
@@ -208,16 +216,20 @@ def _why_not(profile: Profile, target: Target, hardware: Hardware) -> str:
     )
 
 
-def _accuracy_note(target: Target, strategy: Strategy) -> tuple[str, ...]:
+def _accuracy_note(target: Target, strategy: Strategy, num_trained: int) -> tuple[str, ...]:
     """What a change of precision or optimizer does to what is learnt."""
     changed = (strategy.optimizer, strategy.precision) != (target.optimizer, target.precision)
     if not changed:
         return ()
     size = bytes_per_parameter(strategy.optimizer).total
     what = ", ".join([strategy.precision, *describe_variant(strategy.optimizer)])
-    return (
-        f"{what}: {size:.1f} bytes a parameter, {ACCURACY_WORDS[accuracy_of(strategy.optimizer, strategy.precision)]}",
-    )
+    accuracy = ACCURACY_WORDS[accuracy_of(strategy.optimizer, strategy.precision)]
+    noted = f"{what}: {size:.1f} bytes a parameter, {accuracy}"
+    if strategy.optimizer.place == "device":
+        return (noted,)
+    moments = bytes_per_parameter(replace(strategy.optimizer, place="device")).moments
+    host = int((4 + moments) * num_trained)
+    return (noted, f"masters and moments take {format_bytes(host)} of host memory for each copy of the model")
 
 
 def _notes(target: Target) -> tuple[str, ...]:

@@ -132,6 +132,8 @@ def variants_of(
         kept += [replace(asked, place="host")]
         if may_be_half:
             kept += [replace(asked, weights="bf16_master", gradients="half", place="host")]
+        if precision == "fp16" and asked.weights == "fp32" and layout.mesh.pipeline == 1:
+            kept += [replace(asked, weights="fp16_master", place="host")]
     return [variant for variant in kept[1:] if _works(variant, precision)]
 
 

@@ -38,7 +38,7 @@ def _sides(plan: Plan) -> Table:
     made.add_row("accumulation", *(str(s.accumulation_steps) for s in both))
     made.add_row("precision", *(s.precision for s in both))
     if any(map(variant_words, both)):
-        made.add_row("optimizer", *(_clip(variant_words(s) or "AdamW", _TIERS_WIDTH) for s in both))
+        made.add_row("optimizer", *(_clip(variant_words(s) or "AdamW", 2 * _TIERS_WIDTH) for s in both))
     made.add_row("activation", *(_clip(format_tiers(s.tiers), _TIERS_WIDTH) for s in both))
     made.add_row("loss chunks", *(str(s.loss_chunks) for s in both))
     peaks = (plan.plain.peak_bytes, plan.predicted.peak_bytes)

@@ -160,5 +160,5 @@ def _refuse_deaf_optimizer(build: Build) -> None:
     if is_fused and build.accelerator.fused_adamw_ignores_grad_scaler:
         raise RecipeError(
             f"fused AdamW on {build.accelerator.stands_for} neither unscales nor skips under a gradient scaler, so "
-            "fp16 would train on what has overflowed; set optimizer.kernel: foreach"
+            "fp16 would train on what has overflowed; set optimizer.kernel: foreach or may_change: [optimizer]"
         )

@@ -72,7 +72,7 @@ class Run:
         if step.ranks.is_real:
             step.observer = self.watch.observe
         self._updates = 0  # of this process, unlike step_number
-        self._seconds, self._timed_tokens, self._timed_seconds = 0.0, 0, 0.0
+        self._seconds, self._own_tokens, self._timed_tokens, self._timed_seconds = 0.0, 0, 0, 0.0
 
     @property
     def held_out_indices(self) -> Indices:
@@ -189,6 +189,7 @@ class Run:
     def _count(self, num_tokens: int, seconds: float) -> None:
         self.tokens += num_tokens
         self._seconds += seconds
+        self._own_tokens += num_tokens
         # The first updates are slow (warm-up, measuring) and would hide what the rest of the run does.
         if self._updates > MEASURED_UPDATE:
             self._timed_tokens += num_tokens
@@ -217,6 +218,12 @@ class Run:
         )
         self.checkpoints.save(state, self.step.model, self.step.optimizer, self.accelerator.rng.get_state())
 
+    def _tokens_per_second(self) -> float:
+        """Of the updates after the slow first ones, or of all where there are no others."""
+        if self._timed_seconds:
+            return self._timed_tokens / self._timed_seconds
+        return self._own_tokens / self._seconds if self._seconds else 0.0
+
     def _saved(self, step: int, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self.on_event(Saved(step, checkpoint))
@@ -233,7 +240,7 @@ class Run:
             held_out_loss=None if interrupted else self.last_held_out_loss,
             unigram_loss=unigram_loss,
             tokens=self.tokens,
-            tokens_per_second=self._timed_tokens / self._timed_seconds if self._timed_seconds else 0.0,
+            tokens_per_second=self._tokens_per_second(),
             seconds=self._seconds,
             total_seconds=total_seconds,
             measured_peak_bytes=self.measured_peak_bytes,
