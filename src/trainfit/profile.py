@@ -198,6 +198,7 @@ class Profile:
     resident_bytes: what stays live between steps.
     step_seconds, phase_seconds: time of the whole step and of each phase; 0.0 where nobody measured it.
     rank: whose profile this is.
+    reserved_bytes: the most that the device's caching allocator held; 0 where there is none, as on a CPU.
     collectives: by kind: all_gather, reduce_scatter, all_reduce, send, ...; empty where nobody counted.
     communication_seconds: what the links need for all of them. exposed_communication_seconds: as much of it as no
         computation hides, which is part of step_seconds.
@@ -215,6 +216,12 @@ class Profile:
     collectives: Mapping[str, Collective] = field(default_factory=dict)
     communication_seconds: float = 0.0
     exposed_communication_seconds: float = 0.0
+    reserved_bytes: int = 0
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to be free on the device: what its allocator holds, which is never less than what is live."""
+        return max(self.peak_bytes, self.reserved_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Plain dict with the documented keys of `rehearse --json` and `measure --json`."""

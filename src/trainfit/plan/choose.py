@@ -60,7 +60,7 @@ def choose(
 
     plain = _plain(len(workload.anatomy().blocks), target, hardware, exact)
     chosen, profile, rehearsed = _rehearse_best(found, allowed, exact)
-    fits = profile.peak_bytes <= allowed
+    fits = profile.needed_bytes <= allowed
     return Plan(
         allowed_bytes=allowed,
         target=target,
@@ -101,8 +101,8 @@ def _rehearse_best(
         if kind in good or candidate.peak_bytes + excess.get(kind, 0) > allowed:
             continue
         profile = rehearsed[candidate.strategy] = exact(candidate.strategy)
-        excess[kind] = profile.peak_bytes - candidate.peak_bytes
-        if profile.peak_bytes <= allowed:
+        excess[kind] = profile.needed_bytes - candidate.peak_bytes
+        if profile.needed_bytes <= allowed:
             good[kind] = candidate
         if len(good) == _REHEARSALS or len(rehearsed) == _ATTEMPTS:
             break
@@ -140,7 +140,7 @@ def _plain(num_blocks: int, target: Target, hardware: Hardware, exact: Callable[
     profile = exact(strategy)
     return Alternative(
         strategy,
-        profile.peak_bytes,
+        profile.needed_bytes,
         profile.step_seconds,
         True,
         "plain training: a device's share at once, no technique",
@@ -168,7 +168,7 @@ def _alternatives(
         if candidate.strategy == chosen.strategy:
             continue
         seen = rehearsed.get(candidate.strategy)
-        peak = seen.peak_bytes if seen else candidate.peak_bytes
+        peak = seen.needed_bytes if seen else candidate.peak_bytes
         # The fast model's seconds, brought to the rehearsal's scale by the candidate whose both figures are known.
         scale = profile.step_seconds / chosen.step_seconds if chosen.step_seconds else 1.0
         seconds = seen.step_seconds if seen else candidate.step_seconds * scale
@@ -201,17 +201,17 @@ def _why(chosen: Candidate, profile: Profile, plain: Alternative, allowed: int) 
 def _why_not(profile: Profile, target: Target, hardware: Hardware) -> str:
     states = sum(profile.categories[name] for name in ("parameters", "optimizer", "gradients"))
     allowed = target.allowed_bytes(hardware.spec.kind)
-    needed = int(profile.peak_bytes * target.budget_bytes / allowed) + 1
+    needed = int(profile.needed_bytes * target.budget_bytes / allowed) + 1
     remedy = f"give it {format_bytes(needed)}"
     if states > allowed:
-        devices = hardware.count * -(-profile.peak_bytes // allowed)
+        devices = hardware.count * -(-profile.needed_bytes // allowed)
         remedy += f", shard it over at least {devices} such devices (mesh.shard), or take a smaller model"
     else:
         remedy += ", or shorten seq_len"
     return (
-        f"does not fit: the smallest strategy needs {format_bytes(profile.peak_bytes)} "
+        f"does not fit: the smallest strategy needs {format_bytes(profile.needed_bytes)} "
         f"({format_bytes(states)} of it parameters, gradients and optimizer states), "
-        f"{format_bytes(profile.peak_bytes - allowed)} more than the {format_bytes(allowed)} allowed of a budget of "
+        f"{format_bytes(profile.needed_bytes - allowed)} more than the {format_bytes(allowed)} allowed of a budget of "
         f"{format_bytes(target.budget_bytes)}; {remedy}"
     )
 

@@ -54,7 +54,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the prediction stays within what is allowed."""
-        return self.predicted.peak_bytes <= self.allowed_bytes
+        return self.predicted.needed_bytes <= self.allowed_bytes
 
     @property
     def budget_bytes(self) -> int:
