@@ -110,7 +110,9 @@ def test_merged_weights_and_the_adapter_alone_give_the_run_s_logits(family):
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
     theirs = {name for name, _ in loaded.named_parameters() if ".lora_" in name}
     assert len(load_file("adapter/adapter_model.safetensors")) == len(theirs)
-    assert json.loads(Path("adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+    assert json.loads(Path("adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        Path("base").absolute()
+    )
 
 
 @pytest.mark.parametrize("storage", ["int8", "nf4"])

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
@@ -342,9 +343,11 @@ def parse_variant(text: str) -> OptimizerVariant:
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals or key not in known:
+            near = get_close_matches(key, known, n=1)
+            meant = f"did you mean {near[0]}=...? " if near else ""
             raise RecipeError(
-                f"optimizer {part!r} is not understood; give KEY=VALUE,... with keys {', '.join(known)}, such as "
-                "weights=bf16_residual,states=int8"
+                f"optimizer {part!r} is not understood; {meant}give KEY=VALUE,... with keys {', '.join(known)}, "
+                "such as weights=bf16_residual,states=int8"
             )
         values[key] = value
     return OptimizerVariant(**values)  # type: ignore[arg-type]

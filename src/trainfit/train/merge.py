@@ -92,6 +92,7 @@ def write_adapter(checkpoint: Path, tensors: Index, recipe: Recipe, folder: Path
     bare = recipe_workload(recipe.model_copy(update={"adapter": None, "freeze": None, "weights": None}))
     config = lora_config(bare.meta_model(), bare.anatomy(), recipe.adapter.lora())
     config.inference_mode = True
-    config.base_model_name_or_path = recipe.weights
+    # Absolute, so that peft finds it from anywhere on this machine.
+    config.base_model_name_or_path = recipe.weights and str(Path(recipe.weights).absolute())
     config.save_pretrained(str(folder))
     return entries
