@@ -135,6 +135,23 @@ class OptimizerVariant:
 
 
 @dataclass(frozen=True)
+class AllocatorSettings:
+    """What PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF sets of a device's caching allocator.
+
+    expandable_segments: one segment that grows by pages, instead of one for each request that finds no room.
+    max_split_size_mb: blocks of so many MiB and more are not split; 0 splits all.
+    garbage_collection_threshold: above this share of the memory, blocks that are free for long are given back; 0 keeps
+        them.
+    roundup_power2_divisions: requests are rounded up to so many steps between powers of two; 0 rounds to 512 bytes.
+    """
+
+    expandable_segments: bool = False
+    max_split_size_mb: int = 0
+    garbage_collection_threshold: float = 0.0
+    roundup_power2_divisions: int = 0
+
+
+@dataclass(frozen=True)
 class LossScale:
     """Dynamic loss scaling, which keeps fp16 gradients from vanishing.
 
