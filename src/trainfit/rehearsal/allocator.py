@@ -33,6 +33,7 @@ class Growth:
 
     num_bytes: the segment or pages it got. request_bytes: rounded. allocated_bytes: in use before. reserved_bytes: held
     afterwards. pool: "small" or "large". pool_free_bytes, largest_free_bytes: of this pool and stream.
+    other_streams_bytes: of reserved_bytes, what belongs to streams other than 0.
     """
 
     num_bytes: int
@@ -43,6 +44,7 @@ class Growth:
     stream: int
     pool_free_bytes: int
     largest_free_bytes: int
+    other_streams_bytes: int
 
 
 class CachingAllocator:
@@ -196,6 +198,7 @@ class CachingAllocator:
 
     def _hold(self, pool: Pool, size: int, num_bytes: int) -> None:
         self.reserved_bytes += num_bytes
+        pool.reserved_bytes += num_bytes
         if self.reserved_bytes > self.peak_reserved_bytes:
             self.peak_reserved_bytes = self.reserved_bytes
             self.peak_growth = Growth(
@@ -207,6 +210,7 @@ class CachingAllocator:
                 pool.stream,
                 pool.free_bytes,
                 pool.largest_free_bytes,
+                sum(each.reserved_bytes for each in self._pools.values() if each.stream),
             )
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
@@ -267,10 +271,12 @@ class CachingAllocator:
             pool.add(block.cut(end - begin))
         block.mapped = False
         self._release(block)
+        pool.reserved_bytes -= end - begin
         self.reserved_bytes -= end - begin
 
     def _give_back(self, block: Block) -> None:
         block.pool.remove(block)
+        block.pool.reserved_bytes -= block.size
         self.reserved_bytes -= block.size
 
     def _give_back_large(self, pool: Pool, size: int) -> bool:

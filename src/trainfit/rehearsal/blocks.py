@@ -82,6 +82,7 @@ class Pool:
         self.is_small = is_small
         self.free: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
+        self.reserved_bytes = 0
 
     def add(self, block: Block) -> None:
         if block.mapped:
