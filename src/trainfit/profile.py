@@ -135,6 +135,23 @@ class OptimizerVariant:
 
 
 @dataclass(frozen=True)
+class AllocatorSettings:
+    """What PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF sets of a device's caching allocator.
+
+    expandable_segments: one segment that grows by pages, instead of one for each request that finds no room.
+    max_split_size_mb: blocks of so many MiB and more are not split; 0 splits all.
+    garbage_collection_threshold: above this share of the memory, blocks that are free for long are given back; 0 keeps
+        them.
+    roundup_power2_divisions: requests are rounded up to so many steps between powers of two; 0 rounds to 512 bytes.
+    """
+
+    expandable_segments: bool = False
+    max_split_size_mb: int = 0
+    garbage_collection_threshold: float = 0.0
+    roundup_power2_divisions: int = 0
+
+
+@dataclass(frozen=True)
 class LossScale:
     """Dynamic loss scaling, which keeps fp16 gradients from vanishing.
 
@@ -188,6 +205,35 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Reserved:
+    """What a device's caching allocator holds over the steps of a run, and why it holds more than is in use.
+
+    reserved_bytes: the most that it held. allocated_bytes: the most that was in use, as it counts: what a block has
+        over and is too small to split off is in use too.
+    unused_bytes: what it holds beyond that: fragmentation, and what each stream has at another time than the peak.
+    other_streams_bytes: of reserved_bytes, what streams that communicate hold, and computation cannot use.
+    request_bytes: the last request that made it hold more than ever, for which no free block was large enough. phase,
+        operator: who asked.
+    pool, stream: where: "small" up to 1 MiB, else "large"; stream 0 computes, others communicate.
+    pool_free_bytes, largest_free_bytes: what was free there, and the largest block of it.
+    num_steps: after how many it held no more.
+    """
+
+    reserved_bytes: int
+    allocated_bytes: int
+    unused_bytes: int
+    other_streams_bytes: int
+    request_bytes: int
+    pool: str
+    stream: int
+    pool_free_bytes: int
+    largest_free_bytes: int
+    phase: Phase
+    operator: str
+    num_steps: int
+
+
+@dataclass(frozen=True)
 class Profile:
     """Bytes and seconds of one optimizer step that is not the first, on one rank.
 
@@ -199,6 +245,7 @@ class Profile:
     step_seconds, phase_seconds: time of the whole step and of each phase; 0.0 where nobody measured it.
     rank: whose profile this is.
     reserved_bytes: the most that the device's caching allocator held; 0 where there is none, as on a CPU.
+    reserved: what that consists of; None where nobody replayed it.
     collectives: by kind: all_gather, reduce_scatter, all_reduce, send, ...; empty where nobody counted.
     communication_seconds: what the links need for all of them. exposed_communication_seconds: as much of it as no
         computation hides, which is part of step_seconds.
@@ -217,6 +264,7 @@ class Profile:
     communication_seconds: float = 0.0
     exposed_communication_seconds: float = 0.0
     reserved_bytes: int = 0
+    reserved: Reserved | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -234,7 +282,8 @@ class Profile:
             kind: Collective(**{**each, "group_sizes": tuple(each["group_sizes"])})
             for kind, each in data.get("collectives", {}).items()
         }
-        return cls(**{**data, "collectives": collectives})
+        reserved = data.get("reserved")
+        return cls(**{**data, "collectives": collectives, "reserved": reserved and Reserved(**reserved)})
 
 
 @dataclass(frozen=True)

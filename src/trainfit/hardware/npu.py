@@ -14,6 +14,10 @@ DISTRIBUTED_BACKEND = "hccl"
 # Kernels of torch_npu that ignore what a GradScaler hands them: fp16 steps would be neither unscaled nor skipped.
 FUSED_ADAMW_IGNORES_GRAD_SCALER = True
 
+# Bytes that its allocator adds to each request. Chips from Ascend 910_95 on add none; none of them is in the catalogue.
+# Source: AddPadSize in torch_npu/csrc/core/npu/NPUCachingAllocator.cpp.
+ALLOCATION_PADDING = 32
+
 
 def precisions(module: ModuleType) -> tuple[Precision, ...]:
     """What this NPU computes in. The 910A has no bf16: its cube takes fp16 and int8 only."""

@@ -35,6 +35,7 @@ class _Backend:
     missing: Callable[[], str]
     precisions: Callable[[ModuleType], tuple[Precision, ...]]
     fused_adamw_ignores_grad_scaler: bool = False
+    allocation_padding: int = 0
 
 
 def _cuda_precisions(module: ModuleType) -> tuple[Precision, ...]:
@@ -50,6 +51,7 @@ _BACKENDS: dict[Kind, _Backend] = {
         npu.why_missing,
         npu.precisions,
         npu.FUSED_ADAMW_IGNORES_GRAD_SCALER,
+        npu.ALLOCATION_PADDING,
     ),
 }
 
@@ -224,6 +226,11 @@ def rehearsed(kind: Kind) -> Accelerator:
 def fused_adamw_ignores_grad_scaler(kind: Kind) -> bool:
     """See Accelerator.fused_adamw_ignores_grad_scaler."""
     return _BACKENDS[kind].fused_adamw_ignores_grad_scaler
+
+
+def allocation_padding_of(kind: Kind) -> int:
+    """Bytes that the caching allocator of such devices adds to each request before it rounds up."""
+    return _BACKENDS[kind].allocation_padding
 
 
 def distributed_backend_of(kind: Kind) -> str:

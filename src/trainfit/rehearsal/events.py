@@ -17,13 +17,18 @@ from trainfit.profile import PHASES, Phase
 
 @dataclass(frozen=True)
 class Event:
-    """A storage is born (num_bytes > 0) or dies (num_bytes < 0)."""
+    """A storage is born (num_bytes > 0) or dies (num_bytes < 0).
+
+    requested: what was asked for, before rounding. stream: where it was asked for; 0 is the one that computes.
+    """
 
     storage: int
     num_bytes: int
     phase: Phase
     operator: str
     in_place_of: int | None = None
+    requested: int = 0
+    stream: int = 0
 
 
 @dataclass

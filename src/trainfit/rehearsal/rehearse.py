@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
 from trainfit.hardware.ranks import fake_process_group
-from trainfit.hardware.runtime import distributed_backend_of, rehearsed
+from trainfit.hardware.runtime import allocation_padding_of, distributed_backend_of, rehearsed
 from trainfit.profile import Mesh, Phase, Profile
+from trainfit.rehearsal.events import in_place_additions
 from trainfit.rehearsal.operators import FakeKernels, OperatorCost
+from trainfit.rehearsal.replay import reserved_memory
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.tracker import StorageTracker
 from trainfit.step import Strategy, TrainStep, build_step
@@ -170,7 +173,12 @@ def watch_step(
     step.observer = observe
     with tracker, model_errors():
         step(batches)
-    return tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like)
+    profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like)
+    if on_host:
+        return profile
+    padding = allocation_padding_of(hardware.spec.kind)
+    reserved = reserved_memory(in_place_additions(tracker.events), step.strategy.allocator, padding=padding)
+    return replace(profile, reserved_bytes=reserved.reserved_bytes, reserved=reserved)
 
 
 @contextmanager

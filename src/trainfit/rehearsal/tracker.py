@@ -6,6 +6,10 @@ tracker is entered. What its own operators read and write says what a storage is
 of a reduction reads gradients. A resized storage stays what it was.
 DTensor runs each new operator once on fake tensors of the global shape to know its output's: these are not there in a
 real run, and the tracker looks away. DTensors themselves are left to their handler, whose local operators it sees.
+
+NOTE [ Streams of a rehearsal ]
+A CPU's streams do nothing, but torch.cpu.stream() remembers which one is current, and FSDP enters its own for copying
+in, gathering and reducing as on any device. So the current one says where a device's allocator would place a storage.
 """
 
 from __future__ import annotations
@@ -71,6 +75,7 @@ class StorageTracker(TorchDispatchMode):
         self._next = 0
         self._operator = "start"
         self._looks_away = False
+        self._streams: dict[int, tuple[int, Any]] = {}  # by id: number, and the stream itself, to keep the id its own
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> StorageTracker:
@@ -126,8 +131,17 @@ class StorageTracker(TorchDispatchMode):
             reference = weakref.ref(storage, self._dies(key))
         self._next += 1
         self._live[key] = identity, num_bytes, reference
-        self.events.append(Event(identity, num_bytes, self.phase, self._operator, in_place_of))
+        requested, stream = storage.nbytes(), self._stream()
+        self.events.append(Event(identity, num_bytes, self.phase, self._operator, in_place_of, requested, stream))
         return identity
+
+    def _stream(self) -> int:
+        """See NOTE [ Streams of a rehearsal ]."""
+        current = torch.cpu.current_stream()
+        if current is torch.cpu._default_cpu_stream:
+            return 0
+        number, _ = self._streams.setdefault(id(current), (len(self._streams) + 1, current))
+        return number
 
     def _dies(self, key: int) -> Callable[[Any], None]:
         def callback(_: Any) -> None:

@@ -21,6 +21,7 @@ from trainfit.profile import (
     STATE_STORAGES,
     TIERS,
     WEIGHT_STORAGES,
+    AllocatorSettings,
     Cast,
     FrozenStorage,
     LossScale,
@@ -40,6 +41,7 @@ _PARTS: Mapping[str, Callable[..., Any]] = {
     "zero": Zero,
     "tensor": TensorParallel,
     "pipeline": Pipeline,
+    "allocator": AllocatorSettings,
 }
 
 
@@ -61,6 +63,7 @@ class Strategy:
     zero: what ranks share and when.
     tensor: how the ranks that split each matrix work together.
     pipeline: how the stages of mesh.pipeline take turns.
+    allocator: how the device's caching allocator goes about.
     """
 
     micro_batch_size: int
@@ -76,6 +79,7 @@ class Strategy:
     zero: Zero = Zero()
     tensor: TensorParallel = TensorParallel()
     pipeline: Pipeline = Pipeline()
+    allocator: AllocatorSettings = AllocatorSettings()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -104,6 +108,7 @@ class Strategy:
         if self.tensor.sequence and self.pipeline.stages_per_rank > 1:
             raise RecipeError("tensor.sequence does not work with pipeline.schedule interleaved; use 1f1b")
         _check_pipeline(self.pipeline, self.mesh, self.accumulation_steps)
+        _check_allocator(self.allocator)
 
     @property
     def sequences_per_step(self) -> int:
@@ -271,6 +276,31 @@ def _check_pipeline(pipeline: Pipeline, mesh: Mesh, accumulation_steps: int) -> 
         raise RecipeError(
             f"accumulation_steps is {accumulation_steps}, too few or uneven for {schedule} over mesh.pipeline "
             f"{mesh.pipeline}; use accumulation_steps={need} with smaller micro batches, or fewer stages"
+        )
+
+
+def _check_allocator(settings: AllocatorSettings) -> None:
+    """What PyTorch's own parser takes (c10/core/AllocatorConfig.cpp), and no two that torch_npu refuses together."""
+    if type(settings.expandable_segments) is not bool:
+        raise RecipeError(f"allocator.expandable_segments is {settings.expandable_segments!r}; it is true or false")
+    size = settings.max_split_size_mb
+    if type(size) is not int or not (size == 0 or 20 < size <= 2**20):
+        raise RecipeError(f"allocator.max_split_size_mb is {size!r}; give more than 20 MiB, or 0 to split all blocks")
+    share = settings.garbage_collection_threshold
+    if not isinstance(share, int | float) or not 0 <= share < 1:
+        raise RecipeError(
+            f"allocator.garbage_collection_threshold is {share!r}; give a share of the memory between 0 and 1, such as "
+            "0.8, or 0 to keep cached blocks"
+        )
+    steps = settings.roundup_power2_divisions
+    if type(steps) is not int or steps < 0 or steps > 64 or steps & (steps - 1):
+        raise RecipeError(
+            f"allocator.roundup_power2_divisions is {steps!r}; give a power of two up to 64, such as 8, or 0"
+        )
+    if settings.expandable_segments and (size or share):
+        name = "max_split_size_mb" if size else "garbage_collection_threshold"
+        raise RecipeError(
+            f"allocator.{name} is for segments of fixed size, expandable_segments has none: set one of them only"
         )
 
 
