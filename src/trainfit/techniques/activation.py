@@ -50,8 +50,8 @@ _ROUTING = ("aten.topk", "aten.argmax", "aten.max.dim", "aten.multinomial", "ate
 
 
 # What torchtitan saves: pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py, _get_default_save_ops at
-# commit b5bcd76c, which takes PyTorch's compute-intensive operators and adds some; of aten.mm it saves the first, third,
-# fifth. Kernels of the CPU and of NPUs, which it does not know, are taken as their CUDA counterparts.
+# commit b5bcd76c: PyTorch's compute-intensive operators and some more, but of aten.mm the first, third, fifth, ... one
+# alone. Kernels of the CPU and of NPUs, which it does not know, are taken as their CUDA counterparts.
 _SELECTIVE = (
     "aten.addmm",
     "aten.bmm",
