@@ -8,7 +8,16 @@ from typing import Any, Literal, get_args
 
 Phase = Literal["forward", "loss", "backward", "optimizer", "save"]
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "communication", "loss"]
-Tier = Literal["keep", "pointwise", "attention", "full"]
+Tier = Literal[
+    "keep",
+    "pointwise",
+    "attention",
+    "full",
+    "selective",
+    "recompute_attention",
+    "recompute_core",
+    "recompute_mlp",
+]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerKind = Literal["adamw", "adafactor"]
 WeightStorage = Literal["fp32", "bf16_master", "fp16_master", "bf16_residual", "bf16_kahan", "bf16_stochastic"]
@@ -21,6 +30,7 @@ MeshDim = Literal["pipeline", "replicate", "shard", "tensor"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 TIERS: tuple[Tier, ...] = get_args(Tier)
+SEARCH_TIERS: tuple[Tier, ...] = TIERS[:4]  # those that a search takes; the others are what people are used to
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 WEIGHT_STORAGES: tuple[WeightStorage, ...] = get_args(WeightStorage)

@@ -26,6 +26,11 @@ SETTINGS = {
     "full-chunked": ("full", {"loss_chunks": 4}),
     "mixed-bf16": ("2*full,2*pointwise", {"precision": "bf16", "loss_chunks": 4}),
     "mixed-fp16": ("2*full,2*pointwise", {"precision": "fp16", "loss_chunks": 4}),
+    "selective-accumulated": ("selective", {"accumulation_steps": 3}),
+    "selective-bf16": ("selective", {"precision": "bf16", "loss_chunks": 4}),
+    "attention-again": ("recompute_attention", {"loss_chunks": 4}),
+    "core-again-bf16": ("recompute_core", {"precision": "bf16", "loss_chunks": 4}),
+    "mlp-again-bf16": ("recompute_mlp", {"precision": "bf16", "loss_chunks": 4}),
     "fp16-by-block": ("keep", {"precision": "fp16", "loss_scale": LossScale(per_block=True)}),
 }
 

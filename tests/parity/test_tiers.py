@@ -15,13 +15,20 @@ from plain import (
 )
 
 from tiny_models import TINY_CONFIGS
+from trainfit.errors import RecipeError
+from trainfit.profile import TIERS
 
 DROPOUT = {
     **{family: {"attention_dropout": 0.1} for family in TINY_CONFIGS},
     "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
     "phi3": {"attention_dropout": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
 }
-ACTIVATIONS = ("keep", "pointwise", "attention", "full", "every:2", "1*full,1*attention,1*pointwise,1*keep")
+ACTIVATIONS = (
+    *TIERS,
+    "every:2",
+    "1*full,1*attention,1*pointwise,1*keep",
+    "1*recompute_mlp,1*recompute_attention,1*selective,1*recompute_core",
+)
 
 
 @pytest.mark.parametrize("family", TINY_CONFIGS)
@@ -33,6 +40,10 @@ def test_gradients_of_every_tier_are_those_of_plain_training_to_the_bit(family: 
     assert any(not torch.equal(plain[name], other_dropout[name]) for name in plain), "dropout is off"
     for activation in ACTIVATIONS:
         step = build(workload, activation)
+        if family == "gemma2" and "core" in activation:  # its capped scores are written out, in no function of torch
+            with pytest.raises(RecipeError, match=r"never calls F\.scaled_dot_product_attention"):
+                planned_gradients(step, [batch])
+            continue
         assert_equal_to_the_bit(planned_gradients(step, [batch]), plain)
         # A second backward over the same blocks: nothing of the first may be left.
         assert_equal_to_the_bit(planned_gradients(step, [batch]), plain)
@@ -46,7 +57,7 @@ def test_bf16_tiers_equal_bf16_without_tiers_to_the_bit(family: str):
     kept = planned_gradients(build(workload, "keep", precision="bf16"), [batch])
     in_fp32 = planned_gradients(build(workload, "keep"), [batch])
     assert any(not torch.equal(kept[name], in_fp32[name]) for name in kept), "autocast is off"
-    for activation in ("pointwise", "attention", "full"):
+    for activation in TIERS[1:]:
         assert_equal_to_the_bit(planned_gradients(build(workload, activation, precision="bf16"), [batch]), kept)
 
 

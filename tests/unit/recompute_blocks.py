@@ -15,7 +15,7 @@ from trainfit.techniques.activation import recompute_block
 
 CPU = accelerator("cpu")
 DIM, ROWS = 16, 6
-TIERS = ("pointwise", "attention", "full")
+TIERS = ("pointwise", "attention", "full", "selective")
 
 
 class Feedforward(nn.Module):

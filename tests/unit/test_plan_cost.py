@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainfit.plan.cost import BlockTable, Resident, peak_bytes, step_seconds
 from trainfit.plan.search import tier_splits, unbeaten
-from trainfit.profile import TIERS, BlockTrace, ShellTrace
+from trainfit.profile import SEARCH_TIERS, BlockTrace, ShellTrace
 
 sizes = st.integers(0, 2**40)
 blocks = st.builds(
@@ -29,8 +29,8 @@ residents = st.builds(Resident, sizes, sizes, sizes, sizes, sizes, st.floats(0, 
 def models(draw):
     """Structures of up to six blocks, their traces under every tier, and one assignment."""
     structures = draw(st.lists(st.integers(0, 1), max_size=6))
-    traces = {(structure, tier): draw(blocks) for structure in (0, 1) for tier in TIERS}
-    tiers = draw(st.lists(st.sampled_from(TIERS), min_size=len(structures), max_size=len(structures)))
+    traces = {(structure, tier): draw(blocks) for structure in (0, 1) for tier in SEARCH_TIERS}
+    tiers = draw(st.lists(st.sampled_from(SEARCH_TIERS), min_size=len(structures), max_size=len(structures)))
     return structures, traces, tiers
 
 
@@ -53,7 +53,7 @@ def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace) ->
 
 
 def as_rows(tiers: list[str]) -> np.ndarray:
-    return np.array([[TIERS.index(tier) for tier in tiers]], dtype=np.int64).reshape(1, len(tiers))
+    return np.array([[SEARCH_TIERS.index(tier) for tier in tiers]], dtype=np.int64).reshape(1, len(tiers))
 
 
 @given(residents, models(), shells)
@@ -88,7 +88,7 @@ def test_unbeaten_rows_are_the_pareto_front(rows):
 
 
 def test_tier_splits_have_up_to_three_runs_that_keep_more_and_more():
-    splits = [tuple(TIERS[tier] for tier in row) for row in tier_splits(4)]
+    splits = [tuple(SEARCH_TIERS[tier] for tier in row) for row in tier_splits(4)]
     assert len(splits) == len(set(splits)) == 4 + 6 * 3 + 4 * 3
     assert ("full", "attention", "keep", "keep") in splits
     assert ("keep", "full", "full", "full") not in splits

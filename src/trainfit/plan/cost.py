@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainfit.profile import TIERS, BlockTrace, ShellTrace, Tier
+from trainfit.profile import SEARCH_TIERS, BlockTrace, ShellTrace, Tier
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -75,10 +75,11 @@ class BlockTable:
         shares: Shares | None = None,
         *,
         gradients: float = 1.0,
+        tiers: Sequence[Tier] = SEARCH_TIERS,
     ) -> BlockTable:
-        """gradients: what those that stay take, over what was traced."""
+        """gradients: what those that stay take, over what was traced. tiers: the rows."""
         shares = shares or Shares()
-        rows = [[traces[structure, tier] for structure in structures] for tier in TIERS]
+        rows = [[traces[structure, tier] for structure in structures] for tier in tiers]
 
         def integers(name: str) -> Integers:
             return np.array([[getattr(trace, name) for trace in row] for row in rows], dtype=np.int64)
@@ -96,7 +97,7 @@ class BlockTable:
 def peak_bytes(resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace) -> Integers:
     """The highest of all events, for many assignments at once. See NOTE [ Events of a step ].
 
-    tiers (assignments, blocks): indices into TIERS. Returns (assignments,).
+    tiers (assignments, blocks): rows of the table. Returns (assignments,).
     """
     blocks = np.arange(tiers.shape[1])
     saved, own = table.saved[tiers, blocks], table.gradient[tiers, blocks]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +14,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.hardware import Hardware
 from trainfit.hardware.runtime import rehearsed
-from trainfit.profile import TIERS, BlockTrace, Cast, FrozenStorage, OptimizerVariant, Precision, ShellTrace, Tier
+from trainfit.profile import (
+    SEARCH_TIERS,
+    BlockTrace,
+    Cast,
+    FrozenStorage,
+    OptimizerVariant,
+    Precision,
+    ShellTrace,
+    Tier,
+)
 from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques import Build
-from trainfit.techniques.activation import recompute_block
+from trainfit.techniques.activation import forget_recompute, recompute_block
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
 from trainfit.techniques.frozen_weights import FrozenWeights
@@ -94,26 +103,37 @@ class Tracer:
             self.facts = self._facts()
 
     def trace(
-        self, micro_batch_size: int, precision: Precision, chunks: Iterable[int], *, accumulates: bool
+        self,
+        micro_batch_size: int,
+        precision: Precision,
+        chunks: Iterable[int],
+        *,
+        accumulates: bool,
+        tiers: Sequence[Tier] = SEARCH_TIERS,
     ) -> ModelTrace:
         """Every tier of every structure, and the shell with the loss in each number of chunks.
 
         accumulates: parameters hold the gradients of earlier micro batches already. The same call is traced once.
         """
-        key = (micro_batch_size, precision, tuple(chunks), accumulates)
+        key = (micro_batch_size, precision, tuple(chunks), accumulates, tuple(tiers))
         if key not in self._traces:
             self._traces[key] = self._trace(*key)
         return self._traces[key]
 
     def _trace(
-        self, micro_batch_size: int, precision: Precision, chunks: Iterable[int], accumulates: bool
+        self,
+        micro_batch_size: int,
+        precision: Precision,
+        chunks: Iterable[int],
+        accumulates: bool,
+        tiers: Sequence[Tier],
     ) -> ModelTrace:
         with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
             blocks = {
                 (structure, tier): self._trace_block(block, tier, precision, inputs)
                 for structure, (block, inputs) in captured.items()
-                for tier in TIERS
+                for tier in tiers
             }
             shell = {count: self._trace_shell(micro_batch_size, precision, count) for count in chunks}
         shared = [
@@ -248,6 +268,7 @@ class Tracer:
             args, kwargs = _leaves(inputs, carries=self._carries)
             return self._trace_call(lambda: block(*args, **kwargs), _tensors((args, kwargs)), precision)
         finally:
+            forget_recompute(block)
             _put_back(block, before)
             self._reset_gradients()
 

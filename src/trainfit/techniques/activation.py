@@ -5,6 +5,14 @@ pointwise  the block's input and the outputs of matmuls and attention; norms, ro
 attention  the block's input and the output of attention
 full       the block's input
 
+Those above are what a search takes. These are what people know from elsewhere:
+
+selective            the block's input, the outputs of attention and of matmuls, but not of every second plain one; as
+                     torchtitan's selective activation checkpointing (its SelectiveAC)
+recompute_attention  all but what the block's attention module saves inside; its input
+recompute_core       all but what F.scaled_dot_product_attention saves; queries, keys and values. Megatron's core_attn
+recompute_mlp        all but what the block's mlp module saves inside; its input. Megatron's mlp
+
 Every tier also keeps what a router chose and what a private generator drew, since neither comes back by running the
 block again. Embedding and head are never recomputed.
 """
@@ -13,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -24,6 +33,7 @@ from trainfit.hardware import Accelerator
 from trainfit.profile import Tier
 from trainfit.techniques.base import Build, Stage
 from trainfit.techniques.kept_outputs import KeepRules, Rule
+from trainfit.techniques.parts import CoreForward, parts_of, run_attention
 from trainfit.techniques.recompute import RecomputePlan
 
 _MATMULS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
@@ -39,22 +49,43 @@ _ATTENTION = (
 _ROUTING = ("aten.topk", "aten.argmax", "aten.max.dim", "aten.multinomial", "aten.sort", "aten.sort.stable")
 
 
-def _always(args: tuple[Any, ...], output: Any) -> bool:
+# What torchtitan saves: pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py, _get_default_save_ops at
+# commit b5bcd76c: PyTorch's compute-intensive operators and some more, but of aten.mm the first, third, fifth, ... one
+# alone. Kernels of the CPU and of NPUs, which it does not know, are taken as their CUDA counterparts.
+_SELECTIVE = (
+    "aten.addmm",
+    "aten.bmm",
+    "aten.convolution",
+    "aten._scaled_mm",
+    "aten._flash_attention_forward",
+    "aten._efficient_attention_forward",
+    "aten.max",
+    "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_to_all_single",
+)
+
+
+def _always(args: tuple[Any, ...], output: Any, runs: int) -> bool:
     return True
 
 
-def _wide_enough(args: tuple[Any, ...], output: Any) -> bool:
+def _every_second(args: tuple[Any, ...], output: Any, runs: int) -> bool:
+    """The first, the third, ... of a region."""
+    return runs % 2 == 1
+
+
+def _wide_enough(args: tuple[Any, ...], output: Any, runs: int) -> bool:
     """False for a matmul of few products an element, such as an adapter's second: as cheap as what is recomputed."""
     matrices = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() >= 2]
     return bool(16 * matrices[0].shape[-1] > output.shape[-1])
 
 
-def _no_larger_than_inputs(args: tuple[Any, ...], output: Any) -> bool:
+def _no_larger_than_inputs(args: tuple[Any, ...], output: Any, runs: int) -> bool:
     """True for scores @ values, False for the scores themselves, which grow with the square of the sequence."""
     return bool(output.numel() <= sum(arg.numel() for arg in args if isinstance(arg, Tensor)))
 
 
-def _decides(args: tuple[Any, ...], output: Any) -> bool:
+def _decides(args: tuple[Any, ...], output: Any, runs: int) -> bool:
     """Indices picked from floating point scores; picking from integers comes out the same every time."""
     return bool(args[0].is_floating_point())
 
@@ -76,6 +107,8 @@ def keep_rules(tier: Tier) -> KeepRules:
     attention = _overloads(_ATTENTION, _always) | _overloads(_BATCHED_MATMULS, _no_larger_than_inputs)
     if tier == "pointwise":
         return _overloads(_MATMULS, _wide_enough) | attention
+    if tier == "selective":
+        return _overloads((*_SELECTIVE, *_ATTENTION), _always) | _overloads(("aten.mm",), _every_second)
     return attention if tier == "attention" else {}
 
 
@@ -105,11 +138,26 @@ class ActivationTiers:
 
 
 def recompute_block(block: nn.Module, tier: Tier, accelerator: Accelerator, *, name: str = "block") -> None:
-    """Put a block under a tier, in place. The module, its name, hooks and parameters stay what they are."""
-    block.forward = RecomputePlan(
+    """Put a block under a tier, in place. The module, its name, hooks and parameters stay what they are.
+
+    Raises RecipeError for a tier that names a part which the block does not have.
+    """
+    if tier in ("recompute_attention", "recompute_mlp"):
+        for part_name, part in parts_of(block, tier, name):
+            part.forward = _plan_for(part, "full", accelerator, f"{name}.{part_name}")
+        return
+    plan = _plan_for(block, tier, accelerator, name)
+    if tier == "recompute_core":
+        block.forward = CoreForward(replace(plan, forward=run_attention), plan.forward)
+        return
+    block.forward = plan
+
+
+def _plan_for(module: nn.Module, tier: Tier, accelerator: Accelerator, name: str) -> RecomputePlan:
+    return RecomputePlan(
         name=name,
-        block=weakref.ref(block),
-        forward=unbound_forward(block),
+        block=weakref.ref(module),
+        forward=unbound_forward(module),
         device_type=accelerator.device.type,
         random=accelerator.rng,
         keep=keep_rules(tier),
@@ -119,11 +167,12 @@ def recompute_block(block: nn.Module, tier: Tier, accelerator: Accelerator, *, n
 
 def forget_recompute(block: nn.Module) -> None:
     """Undo recompute_block: a model may be built again under another strategy."""
-    plan = vars(block).get("forward")
-    if isinstance(plan, RecomputePlan):
-        del block.forward
-        if isinstance(plan.forward, Patched):
-            block.forward = plan.forward.forward
+    for module in block.modules():
+        plan = vars(module).get("forward")
+        if isinstance(plan, RecomputePlan | CoreForward):
+            del module.forward
+            if isinstance(plan.forward, Patched):
+                module.forward = plan.forward.forward
 
 
 class Patched:

@@ -9,6 +9,7 @@ function, and turn the dispatch mode on only inside those functions; where there
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ from trainfit.techniques.surroundings import BufferWatch, same_state
 if TYPE_CHECKING:
     from trainfit.techniques.recompute import Region
 
-Rule = Callable[[tuple[Any, ...], Any], bool]
+# (arguments, output, how many times the operator has run in this region, this time included) -> whether to store it
+Rule = Callable[[tuple[Any, ...], Any, int], bool]
 KeepRules = Mapping[Any, Rule]
 
 ANYWHERE = object()  # stands for code outside of any function
@@ -76,6 +78,7 @@ class KeepMode(OperatorMode):
         super().__init__(region)
         self.buffers = buffers
         self.learning = learning
+        self.runs: Counter[Any] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,8 +90,9 @@ class KeepMode(OperatorMode):
             return func(*args, **(kwargs or {}))
         before = self._random_state(func)
         output = func(*args, **(kwargs or {}))
+        self.runs[func] += 1
         rule = self.rules.get(func)
-        self._store(func, output, keep=rule is None or rule(args, output), random_before=before)
+        self._store(func, output, keep=rule is None or rule(args, output, self.runs[func]), random_before=before)
         return output
 
     def _random_state(self, func: Any) -> tuple[Tensor, ...] | None:
