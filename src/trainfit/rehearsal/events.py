@@ -17,13 +17,23 @@ from trainfit.profile import PHASES, Phase
 
 @dataclass(frozen=True)
 class Event:
-    """A storage is born (num_bytes > 0) or dies (num_bytes < 0)."""
+    """A storage is born (num_bytes > 0) or dies (num_bytes < 0).
+
+    place: the block that ran. seconds: since the step began.
+    """
 
     storage: int
     num_bytes: int
     phase: Phase
     operator: str
     in_place_of: int | None = None
+    place: str = ""
+    seconds: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """Such as "block 31, aten::mul"."""
+        return f"{self.place}, {self.operator}" if self.place else self.operator
 
 
 @dataclass
