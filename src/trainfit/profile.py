@@ -244,11 +244,30 @@ class Reserved:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What was live at one point of a step.
+
+    place: the block or module, and the operator, that ran; "" where nobody saw it.
+    seconds: since the step began; 0.0 throughout where nobody counted.
+    categories: live bytes, only those that are not zero.
+    """
+
+    phase: Phase
+    place: str
+    seconds: float
+    categories: Mapping[Category, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.categories.values())
+
+
+@dataclass(frozen=True)
 class Profile:
     """Bytes and seconds of one optimizer step that is not the first, on one rank.
 
     peak_bytes: everything live at the peak, parameters and optimizer states included.
-    peak_phase, peak_place: the phase it falls in, and the operator or module that was running.
+    peak_phase, peak_place: the phase it falls in, and the block or module and operator that ran.
     phases: the highest live bytes within each phase.
     categories: live bytes at the peak by category; they add up to peak_bytes.
     resident_bytes: what stays live between steps.
@@ -256,6 +275,8 @@ class Profile:
     rank: whose profile this is.
     reserved_bytes: the most that the device's caching allocator held; 0 where there is none, as on a CPU.
     reserved: what that consists of; None where nobody replayed it.
+    timeline: what was live through the step, or through those of its micro batches that were watched; the peak is one
+        of its moments. Empty where nobody followed it.
     collectives: by kind: all_gather, reduce_scatter, all_reduce, send, ...; empty where nobody counted.
     communication_seconds: what the links need for all of them. exposed_communication_seconds: as much of it as no
         computation hides, which is part of step_seconds.
@@ -275,6 +296,7 @@ class Profile:
     exposed_communication_seconds: float = 0.0
     reserved_bytes: int = 0
     reserved: Reserved | None = None
+    timeline: tuple[Moment, ...] = ()
 
     @property
     def needed_bytes(self) -> int:
@@ -293,7 +315,9 @@ class Profile:
             for kind, each in data.get("collectives", {}).items()
         }
         reserved = data.get("reserved")
-        return cls(**{**data, "collectives": collectives, "reserved": reserved and Reserved(**reserved)})
+        timeline = tuple(Moment(**moment) for moment in data.get("timeline", ()))
+        parts = {"collectives": collectives, "reserved": reserved and Reserved(**reserved), "timeline": timeline}
+        return cls(**{**data, **parts})
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class Event:
     """A storage is born (num_bytes > 0) or dies (num_bytes < 0).
 
     requested: what was asked for, before rounding. stream: where it was asked for; 0 is the one that computes.
+    place: the block that ran. seconds: since the step began.
     """
 
     storage: int
@@ -29,6 +30,13 @@ class Event:
     in_place_of: int | None = None
     requested: int = 0
     stream: int = 0
+    place: str = ""
+    seconds: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """Such as "block 31, aten::mul"."""
+        return f"{self.place}, {self.operator}" if self.place else self.operator
 
 
 @dataclass

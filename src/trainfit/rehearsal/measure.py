@@ -16,8 +16,9 @@ from torch import Tensor
 
 from trainfit.errors import DeviceError
 from trainfit.hardware import Accelerator
-from trainfit.profile import CATEGORIES, Category, Collective, Profile
+from trainfit.profile import CATEGORIES, Category, Collective, Moment, Profile
 from trainfit.rehearsal.collectives import CollectiveCounter, tally
+from trainfit.rehearsal.course import highs_and_lows
 from trainfit.rehearsal.processes import run_on_ranks
 from trainfit.rehearsal.recording import DevicePhases, Recording, StepRecorder, record_host
 from trainfit.rehearsal.rehearse import optimizer_states, resident_parameters
@@ -143,7 +144,22 @@ class RecordedRun:
             phase_seconds=recording.phase_seconds,
             rank=step.ranks.rank,
             collectives=self.collectives,
+            timeline=_timeline(step, recording),
         )
+
+
+def _timeline(step: TrainStep, recording: Recording) -> tuple[Moment, ...]:
+    """The recorded course in few points; all but what stays stands under temporary."""
+    stays: dict[Category, int] = {
+        "parameters": storage_bytes(resident_parameters(step)),
+        "optimizer": storage_bytes(optimizer_states(step)),
+    }
+    course = recording.course
+    chosen = [course[position] for position in highs_and_lows([live for _, _, live in course])] if course else []
+    return tuple(
+        Moment(phase, "", seconds, {**stays, "temporary": live - sum(stays.values())})
+        for phase, seconds, live in chosen
+    )
 
 
 def _categories(step: TrainStep, recording: Recording) -> dict[Category, int]:

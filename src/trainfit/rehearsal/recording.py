@@ -26,12 +26,14 @@ class Recording:
     """What happened between start and stop, filled in when the recording ends.
 
     peak_bytes, phases: the highest live bytes, in all and by phase. end_bytes: live at the end. phase_seconds: wall.
+    course: (phase, seconds since the step began, live bytes) through the step; on a device nobody knows it.
     """
 
     peak_bytes: int = 0
     end_bytes: int = 0
     phases: dict[Phase, int] = field(default_factory=dict)
     phase_seconds: dict[Phase, float] = field(default_factory=dict)
+    course: list[tuple[Phase, float, int]] = field(default_factory=list)
 
     @property
     def peak_phase(self) -> Phase:
@@ -119,9 +121,11 @@ def _fill(recording: Recording, marks: list[tuple[Phase, int]], changes: list[tu
     ends = [time_ns for _, time_ns in marks[1:]] + [stop_ns]
     for (phase, begin_ns), end_ns in zip(marks, ends):
         highest = live
+        recording.course.append((phase, (begin_ns - marks[0][1]) * 1e-9, live))
         while position < len(changes) and changes[position][0] < end_ns:
             live += changes[position][1]
             highest = max(highest, live)
+            recording.course.append((phase, (changes[position][0] - marks[0][1]) * 1e-9, live))
             position += 1
         recording.phases[phase] = max(recording.phases.get(phase, 0), highest)
         recording.phase_seconds[phase] = recording.phase_seconds.get(phase, 0.0) + (end_ns - begin_ns) * 1e-9

@@ -24,6 +24,7 @@ from trainfit.rehearsal.operators import FakeKernels, OperatorCost
 from trainfit.rehearsal.replay import reserved_memory
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.tracker import StorageTracker
+from trainfit.rehearsal.whereabouts import places_of
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.techniques.optimizer import states_on_device
 from trainfit.workload import Workload
@@ -171,7 +172,7 @@ def watch_step(
         tracker.observe(phase)
 
     step.observer = observe
-    with tracker, model_errors():
+    with tracker, tracker.whereabouts.watching(places_of(step.model, step.anatomy)), model_errors():
         step(batches)
     profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like)
     if on_host:

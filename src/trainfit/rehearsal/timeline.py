@@ -108,6 +108,11 @@ class StepClock:
         self.tallies.append(Tally())
 
     @property
+    def now(self) -> float:
+        """Seconds of all that has run, as the device computes."""
+        return self._timeline.compute
+
+    @property
     def watches(self) -> bool:
         """Whether some operator may have to wait for what it touches."""
         return bool(self._timeline._needed)

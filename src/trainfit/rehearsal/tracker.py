@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from trainfit.hardware.host import HOST_BYTES_PER_SECOND
 from trainfit.hardware.host_scope import is_on_host
-from trainfit.profile import CATEGORIES, Category, Phase, Profile
+from trainfit.profile import CATEGORIES, Category, Moment, Phase, Profile
 from trainfit.rehearsal.collectives import call_of, tally
+from trainfit.rehearsal.course import course_of
 from trainfit.rehearsal.events import Event, in_place_additions, replay
 from trainfit.rehearsal.operators import (
     OperatorCost,
@@ -40,7 +41,9 @@ from trainfit.rehearsal.operators import (
     temporary_bytes,
 )
 from trainfit.rehearsal.timeline import StepClock
+from trainfit.rehearsal.whereabouts import Whereabouts
 
+_START = "start"
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
 _NAMES_BY_USE: Mapping[str, tuple[tuple[int | str, Category], ...]] = {
@@ -59,12 +62,14 @@ class StorageTracker(TorchDispatchMode):
     cost: seconds that an operator should take, or None to count none.
     inside_operators: count what CPU kernels allocate inside; other devices have other kernels.
     clock: what time and collectives are told to.
+    whereabouts: what knows the block that runs.
     """
 
     rounding: int = 1
     cost: OperatorCost | None = None
     inside_operators: bool = True
     clock: StepClock = field(default_factory=StepClock)
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)
     phase: Phase = "forward"
     events: list[Event] = field(default_factory=list)
 
@@ -73,7 +78,7 @@ class StorageTracker(TorchDispatchMode):
         self._live: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
         self._names: dict[int, Category] = {}
         self._next = 0
-        self._operator = "start"
+        self._operator = _START
         self._looks_away = False
         self._streams: dict[int, tuple[int, Any]] = {}  # by id: number, and the stream itself, to keep the id its own
         self._entered: list[ExitStack] = []
@@ -110,6 +115,7 @@ class StorageTracker(TorchDispatchMode):
         """The step's observer: from here on another phase runs."""
         self.clock.enters(phase, self.phase)
         self.phase = phase
+        self.whereabouts.place = ""
 
     def register(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Name what is live already, or what a storage turned out to be."""
@@ -124,15 +130,14 @@ class StorageTracker(TorchDispatchMode):
             former, before, reference = self._live[key]
             if num_bytes == before:
                 return former
-            self.events.append(Event(former, -before, self.phase, self._operator))  # resized in place
+            self._happens(former, -before)  # resized in place
             if (name := self._names.get(former)) is not None:
                 self._names[identity] = name
         else:
             reference = weakref.ref(storage, self._dies(key))
         self._next += 1
         self._live[key] = identity, num_bytes, reference
-        requested, stream = storage.nbytes(), self._stream()
-        self.events.append(Event(identity, num_bytes, self.phase, self._operator, in_place_of, requested, stream))
+        self._happens(identity, num_bytes, in_place_of, storage.nbytes(), self._stream())
         return identity
 
     def _stream(self) -> int:
@@ -143,10 +148,23 @@ class StorageTracker(TorchDispatchMode):
         number, _ = self._streams.setdefault(id(current), (len(self._streams) + 1, current))
         return number
 
+    def _happens(
+        self,
+        storage: int,
+        num_bytes: int,
+        in_place_of: int | None = None,
+        requested: int = 0,
+        stream: int = 0,
+    ) -> None:
+        where, now = self.whereabouts.place, self.clock.now
+        self.events.append(
+            Event(storage, num_bytes, self.phase, self._operator, in_place_of, requested, stream, where, now)
+        )
+
     def _dies(self, key: int) -> Callable[[Any], None]:
         def callback(_: Any) -> None:
             identity, num_bytes, _reference = self._live.pop(key)
-            self.events.append(Event(identity, -num_bytes, self.phase, self._operator))
+            self._happens(identity, -num_bytes)
 
         return callback
 
@@ -164,6 +182,7 @@ class StorageTracker(TorchDispatchMode):
             return NotImplemented
         output = fake_result(func, args, kwargs)
         self._operator = func._schema.name
+        self.whereabouts.look()
         in_place_of = self._accumulates_into(func, args)
         for leaf in output if isinstance(output, list | tuple) else (output,):
             for tensor in leaf if isinstance(leaf, list | tuple) else (leaf,):
@@ -203,7 +222,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _passing(self, num_bytes: int) -> None:
         for change in (num_bytes, -num_bytes):
-            self.events.append(Event(self._next, change, self.phase, self._operator))
+            self._happens(self._next, change)
         self._next += 1
 
     def _accumulates_into(self, func: Any, args: tuple[Any, ...]) -> int | None:
@@ -240,7 +259,7 @@ class StorageTracker(TorchDispatchMode):
         return Profile(
             peak_bytes=peak.total,
             peak_phase=peak.event.phase,
-            peak_place=peak.event.operator,
+            peak_place=peak.event.where,
             phases=phases,
             categories=self._categories(events, peak.position),
             resident_bytes=self.live_bytes(),
@@ -250,6 +269,7 @@ class StorageTracker(TorchDispatchMode):
             collectives=collectives,
             communication_seconds=sum(each.seconds for each in collectives.values()),
             exposed_communication_seconds=total.exposed,
+            timeline=self._course(events),
         )
 
     def _categories(self, events: list[Event], position: int) -> dict[Category, int]:
@@ -260,11 +280,17 @@ class StorageTracker(TorchDispatchMode):
                 born[event.storage] = event
             else:
                 born.pop(event.storage, None)
-        dead_in_forward = {e.storage for e in events if e.num_bytes < 0 and e.phase == "forward"}
+        dead_in_forward = _dead_in_forward(events)
         totals = dict.fromkeys(CATEGORIES, 0)
         for storage, event in born.items():
             totals[self._category(storage, event, dead_in_forward)] += event.num_bytes
         return totals
+
+    def _course(self, events: list[Event]) -> tuple[Moment, ...]:
+        """Memory through the step, from where all that stays is registered."""
+        start = next((index for index, event in enumerate(events) if event.operator != _START), 0)
+        dead_in_forward = _dead_in_forward(events)
+        return course_of(events, lambda birth: self._category(birth.storage, birth, dead_in_forward), start=start)
 
     def _category(self, storage: int, event: Event, dead_in_forward: set[int]) -> Category:
         if (named := self._names.get(storage)) is not None:
@@ -272,6 +298,10 @@ class StorageTracker(TorchDispatchMode):
         if event.phase == "loss":
             return "loss"
         return "activations" if event.phase == "forward" and storage not in dead_in_forward else "temporary"
+
+
+def _dead_in_forward(events: Iterable[Event]) -> set[int]:
+    return {event.storage for event in events if event.num_bytes < 0 and event.phase == "forward"}
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

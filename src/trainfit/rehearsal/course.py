@@ -1,0 +1,51 @@
+"""The course of memory through a step, in few points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from trainfit.profile import CATEGORIES, Category, Moment
+from trainfit.rehearsal.events import Event
+
+MAX_MOMENTS = 400
+
+
+def highs_and_lows(totals: Sequence[int], limit: int = MAX_MOMENTS) -> list[int]:
+    """Positions that show a curve's shape, ascending, at most `limit` (4 or more).
+
+    First and last, and of each of many equal stretches its first highest and first lowest point: nothing in a stretch
+    is above the former, and the highest of all, the first such, is among them.
+    """
+    if len(totals) <= limit:
+        return list(range(len(totals)))
+    stretches = (limit - 2) // 2
+    edges = [len(totals) * number // stretches for number in range(stretches + 1)]
+    chosen = {0, len(totals) - 1}
+    for begin, end in pairwise(edges):
+        stretch = range(begin, end)
+        chosen |= {max(stretch, key=totals.__getitem__), min(stretch, key=totals.__getitem__)}
+    return sorted(chosen)
+
+
+def course_of(
+    events: Sequence[Event], category_of: Callable[[Event], Category], *, start: int = 0, limit: int = MAX_MOMENTS
+) -> tuple[Moment, ...]:
+    """What was live by category after some of the events, from number `start` on. category_of is asked of births."""
+    totals = list(accumulate(event.num_bytes for event in events))
+    wanted = [start + position for position in highs_and_lows(totals[start:], limit)]
+    live = dict.fromkeys(CATEGORIES, 0)
+    known: dict[int, Category] = {}
+    moments = []
+    done, seconds = 0, 0.0
+    for position in wanted:
+        for event in events[done : position + 1]:
+            if event.num_bytes >= 0:
+                known[event.storage] = category_of(event)
+            live[known[event.storage]] += event.num_bytes
+        done = position + 1
+        event = events[position]
+        seconds = max(seconds, event.seconds)  # a death that was put before its cause has a later time
+        bytes_by_category: dict[Category, int] = {name: num_bytes for name, num_bytes in live.items() if num_bytes}
+        moments.append(Moment(event.phase, event.where, seconds, bytes_by_category))
+    return tuple(moments)
