@@ -25,6 +25,7 @@ from trainfit.rehearsal.replay import reserved_memory
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.tracker import StorageTracker
 from trainfit.rehearsal.whereabouts import places_of
+from trainfit.rehearsal.workspaces import library_bytes
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.techniques.optimizer import states_on_device
 from trainfit.workload import Workload
@@ -157,6 +158,8 @@ def watch_step(
     tracker = new_tracker(hardware)
     tracker.register(resident_parameters(step), "parameters")
     tracker.register(optimizer_states(step), "optimizer")
+    for size in library_bytes(hardware.spec):
+        tracker.hold(size, "temporary")
     tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
     # On a CPU the whole window is there; a device is sent one micro batch at a time.
     on_host = hardware.is_host
@@ -205,7 +208,7 @@ def new_tracker(hardware: Hardware) -> StorageTracker:
     return StorageTracker(
         rounding=spec.allocation_granularity,
         cost=operator_cost(hardware),
-        inside_operators=on_host,
+        kind=spec.kind,
         clock=StepClock(link_bandwidth=link.value if link else None, overlaps=not on_host),
     )
 

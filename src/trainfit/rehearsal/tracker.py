@@ -27,6 +27,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainfit.hardware import Kind
 from trainfit.hardware.host import HOST_BYTES_PER_SECOND
 from trainfit.hardware.host_scope import is_on_host
 from trainfit.profile import CATEGORIES, Category, Moment, Phase, Profile
@@ -38,10 +39,10 @@ from trainfit.rehearsal.operators import (
     fake_result,
     is_unknown_number,
     leaves_to_its_handler,
-    temporary_bytes,
 )
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.whereabouts import Whereabouts
+from trainfit.rehearsal.workspaces import FUSED, Sizes, kept_bytes, scratch_sizes
 
 _START = "start"
 _ADD = torch.ops.aten.add.Tensor
@@ -60,14 +61,14 @@ class StorageTracker(TorchDispatchMode):
 
     rounding: bytes to which the device's allocator rounds (1 on a CPU).
     cost: seconds that an operator should take, or None to count none.
-    inside_operators: count what CPU kernels allocate inside; other devices have other kernels.
+    kind: whose kernels run, see workspaces.py.
     clock: what time and collectives are told to.
     whereabouts: what knows the block that runs.
     """
 
     rounding: int = 1
     cost: OperatorCost | None = None
-    inside_operators: bool = True
+    kind: Kind = "cpu"
     clock: StepClock = field(default_factory=StepClock)
     whereabouts: Whereabouts = field(default_factory=Whereabouts)
     phase: Phase = "forward"
@@ -75,18 +76,21 @@ class StorageTracker(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        self._live: dict[int, tuple[int, int, weakref.ref[Any] | None]] = {}
         self._names: dict[int, Category] = {}
         self._next = 0
         self._operator = _START
         self._looks_away = False
         self._streams: dict[int, tuple[int, Any]] = {}  # by id: number, and the stream itself, to keep the id its own
+        self._more: dict[int, int] = {}  # by storage: what the device keeps more than it holds
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> StorageTracker:
         outside = ExitStack()
         outside.enter_context(_replaced(torch.UntypedStorage, "resize_", self._following_resize()))
         outside.enter_context(_replaced(ShardingPropagator, "_fake_mode_lock", _LookingAway(self)))
+        for name, fused in FUSED[self.kind].items():
+            outside.enter_context(_replaced(torch.nn.functional, name, fused))
         self._entered.append(outside)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -124,7 +128,8 @@ class StorageTracker(TorchDispatchMode):
 
     def _track(self, storage: torch.UntypedStorage, in_place_of: int | None = None) -> int:
         key = storage._cdata
-        num_bytes = -(-storage.nbytes() // self.rounding) * self.rounding
+        requested = storage.nbytes() + self._more.get(key, 0)
+        num_bytes = -(-requested // self.rounding) * self.rounding
         identity = self._next
         if key in self._live:
             former, before, reference = self._live[key]
@@ -137,7 +142,7 @@ class StorageTracker(TorchDispatchMode):
             reference = weakref.ref(storage, self._dies(key))
         self._next += 1
         self._live[key] = identity, num_bytes, reference
-        self._happens(identity, num_bytes, in_place_of, storage.nbytes(), self._stream())
+        self._happens(identity, num_bytes, in_place_of, requested, self._stream())
         return identity
 
     def _stream(self) -> int:
@@ -164,6 +169,7 @@ class StorageTracker(TorchDispatchMode):
     def _dies(self, key: int) -> Callable[[Any], None]:
         def callback(_: Any) -> None:
             identity, num_bytes, _reference = self._live.pop(key)
+            self._more.pop(key, None)
             self._happens(identity, -num_bytes)
 
         return callback
@@ -184,13 +190,15 @@ class StorageTracker(TorchDispatchMode):
         self._operator = func._schema.name
         self.whereabouts.look()
         in_place_of = self._accumulates_into(func, args)
+        if more := kept_bytes(self.kind, func, output):
+            self._more[output[1].untyped_storage()._cdata] = more
         for leaf in output if isinstance(output, list | tuple) else (output,):
             for tensor in leaf if isinstance(leaf, list | tuple) else (leaf,):
                 if isinstance(tensor, Tensor):
                     self._track(tensor.untyped_storage(), in_place_of)
         self._name_by_use(args, kwargs)
-        if self.inside_operators and (num_bytes := temporary_bytes(func, args)):
-            self._passing(num_bytes)
+        if sizes := scratch_sizes(self.kind, func, args):
+            self._passing(sizes)
         self._takes_time(func, args, kwargs, output)
         return output
 
@@ -220,10 +228,22 @@ class StorageTracker(TorchDispatchMode):
                 touched = [self._track(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))]
             self.clock.runs(self.phase, self._operator, touched, seconds)
 
-    def _passing(self, num_bytes: int) -> None:
-        for change in (num_bytes, -num_bytes):
-            self._happens(self._next, change)
+    def _passing(self, sizes: Sizes) -> None:
+        """Memory that an operator takes and gives back."""
+        for storage, num_bytes in reversed([self._take(size) for size in sizes]):
+            self._happens(storage, -num_bytes)
+
+    def _take(self, size: int) -> tuple[int, int]:
+        storage, num_bytes = self._next, -(-size // self.rounding) * self.rounding
+        self._happens(storage, num_bytes, None, size, self._stream())
         self._next += 1
+        return storage, num_bytes
+
+    def hold(self, size: int, category: Category) -> None:
+        """Count memory that no tensor shows and nothing frees."""
+        storage, num_bytes = self._take(size)
+        self._names[storage] = category
+        self._live[-1 - storage] = storage, num_bytes, None
 
     def _accumulates_into(self, func: Any, args: tuple[Any, ...]) -> int | None:
         """The storage that a real addition would reuse if it dies with it; see the NOTE in events.py."""
