@@ -14,7 +14,7 @@ from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
 from trainfit.hardware import Accelerator, Hardware, Launch, accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.profile import PRECISIONS, Layout, LossScale, OptimizerVariant, Precision
+from trainfit.profile import PRECISIONS, AllocatorSettings, Layout, LossScale, OptimizerVariant, Precision
 from trainfit.step import Strategy, parse_tiers
 from trainfit.step.build import prepare as prepare_build
 from trainfit.step.strategy import describe_strategy, describe_variant, parse_variant
@@ -124,6 +124,7 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
         "fp32" if recipe is None else recipe.frozen_weights,
         mesh=mesh,
         zero=zero,
+        allocator=AllocatorSettings() if recipe is None or recipe.allocator is None else recipe.allocator.settings(),
     )
     if variant.update == "backward":
         return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))
@@ -144,6 +145,7 @@ def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         recipe.cast,
         None if recipe.loss_scale is None else recipe.loss_scale.loss_scale(),
         recipe.frozen_weights,
+        None if recipe.allocator is None else recipe.allocator.settings(),
     )
     return target, notes
 

@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 
 from trainfit.errors import DeviceError
-from trainfit.hardware import npu
+from trainfit.hardware import allocator, npu
 from trainfit.hardware.device import Kind, unsupported
 from trainfit.hardware.memory import DeviceMemory, HostMemory, MemoryMeter
 from trainfit.hardware.out_of_memory import says_out_of_memory
 from trainfit.hardware.rng import RngState
-from trainfit.profile import PRECISIONS, Precision
+from trainfit.profile import PRECISIONS, AllocatorSettings, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -183,6 +183,17 @@ class Accelerator:
         except (RuntimeError, NotImplementedError):
             return False
         return True
+
+    def configure_allocator(self, settings: AllocatorSettings) -> list[str]:
+        """Set the device's caching allocator, before anything is allocated. Notes for the user.
+
+        Raises DeviceError for what PyTorch does not take.
+        """
+        if self._module is None:
+            unused = self._rehearses == "cpu" and settings != AllocatorSettings()
+            return ["allocator settings have no effect: a CPU has no caching allocator"] if unused else []
+        assert isinstance(self.memory, DeviceMemory)
+        return allocator.configure(settings, self._module, self.device, held_bytes=self.memory.reserved_bytes())
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether error says that this device has no memory left for an allocation."""

@@ -11,7 +11,7 @@ from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.search import Candidate, search
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, skipping
-from trainfit.profile import OptimizerVariant, Profile
+from trainfit.profile import AllocatorSettings, OptimizerVariant, Profile
 from trainfit.rehearsal.rehearse import rehearse
 from trainfit.step.strategy import Strategy, describe_strategy, describe_variant, parse_tiers
 from trainfit.techniques.optimizer import ACCURACY_WORDS, accuracy_of, bytes_per_parameter
@@ -59,7 +59,8 @@ def choose(
         return rehearse(workload, strategy, hardware, max_grad_norm=max_grad_norm)
 
     plain = _plain(len(workload.anatomy().blocks), target, hardware, exact)
-    chosen, profile, rehearsed = _rehearse_best(found, allowed, exact)
+    expands = target.allocator is None and not hardware.is_host
+    chosen, profile, rehearsed = _rehearse_best(found, allowed, exact, expands=expands)
     fits = profile.needed_bytes <= allowed
     return Plan(
         allowed_bytes=allowed,
@@ -74,6 +75,7 @@ def choose(
         notes=(
             *_notes(target),
             *_accuracy_note(target, chosen.strategy, num_trained),
+            *_allocator_note(chosen.strategy, profile, rehearsed, allowed),
         ),
     )
 
@@ -90,29 +92,48 @@ def _too_few_micro_batches(target: Target) -> RecipeError:
 
 
 def _rehearse_best(
-    found: list[Candidate], allowed: int, exact: Callable[[Strategy], Profile]
+    found: list[Candidate], allowed: int, exact: Callable[[Strategy], Profile], *, expands: bool = False
 ) -> tuple[Candidate, Profile, dict[Strategy, Profile]]:
-    """Rehearse the fastest that should fit; of those that do, take the fastest. Else the smallest of all."""
+    """Rehearse the fastest that should fit; of those that do, take the fastest. Else the smallest of all.
+
+    expands: one that only fragmentation keeps from fitting may have expandable segments.
+    """
     rehearsed: dict[Strategy, Profile] = {}
+
+    def attempt(candidate: Candidate) -> tuple[Candidate, Profile]:
+        profile = rehearsed[candidate.strategy] = exact(candidate.strategy)
+        if not expands or not profile.peak_bytes <= allowed < profile.needed_bytes:
+            return candidate, profile
+        expanded = with_expandable_segments(candidate)
+        smaller = rehearsed[expanded.strategy] = exact(expanded.strategy)
+        return (expanded, smaller) if smaller.needed_bytes < profile.needed_bytes else (candidate, profile)
+
     good: dict[tuple[object, ...], Candidate] = {}
     excess: dict[tuple[object, ...], int] = {}  # by how much a kind's rehearsal was above the fast model
     for candidate in found:
         kind = _kind(candidate.strategy)
         if kind in good or candidate.peak_bytes + excess.get(kind, 0) > allowed:
             continue
-        profile = rehearsed[candidate.strategy] = exact(candidate.strategy)
+        tried, profile = attempt(candidate)
         excess[kind] = profile.needed_bytes - candidate.peak_bytes
         if profile.needed_bytes <= allowed:
-            good[kind] = candidate
-        if len(good) == _REHEARSALS or len(rehearsed) == _ATTEMPTS:
+            good[kind] = tried
+        if len(good) == _REHEARSALS or len(rehearsed) >= _ATTEMPTS:
             break
     if good:
         best = min(good.values(), key=lambda each: rehearsed[each.strategy].step_seconds * each.weight)
         return best, rehearsed[best.strategy], rehearsed
     smallest = min(found, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds))
     if smallest.strategy not in rehearsed:
-        rehearsed[smallest.strategy] = exact(smallest.strategy)
+        return *attempt(smallest), rehearsed
+    expanded = with_expandable_segments(smallest)
+    smallest = expanded if expanded.strategy in rehearsed else smallest
     return smallest, rehearsed[smallest.strategy], rehearsed
+
+
+def with_expandable_segments(candidate: Candidate) -> Candidate:
+    allocator = replace(candidate.strategy.allocator, expandable_segments=True)
+    return replace(candidate, strategy=replace(candidate.strategy, allocator=allocator))
 
 
 def _kind(strategy: Strategy) -> tuple[object, ...]:
@@ -230,6 +251,21 @@ def _accuracy_note(target: Target, strategy: Strategy, num_trained: int) -> tupl
     moments = bytes_per_parameter(replace(strategy.optimizer, place="device")).moments
     host = int((4 + moments) * num_trained)
     return (noted, f"masters and moments take {format_bytes(host)} of host memory for each copy of the model")
+
+
+def _allocator_note(
+    strategy: Strategy, profile: Profile, rehearsed: dict[Strategy, Profile], allowed: int
+) -> tuple[str, ...]:
+    """What expandable segments were chosen for."""
+    before = rehearsed.get(replace(strategy, allocator=AllocatorSettings()))
+    if before is None or before is profile:
+        return ()
+    return (
+        f"expandable segments: with PyTorch's default ones the allocator would hold "
+        f"{format_bytes(before.needed_bytes)}, "
+        f"{format_bytes(before.needed_bytes - allowed)} more than allowed, of which no more than "
+        f"{format_bytes(before.peak_bytes)} are in use; with them {format_bytes(profile.needed_bytes)}",
+    )
 
 
 def _notes(target: Target) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from trainfit.plan.cost import BlockTable, Floats, Integers, peak_bytes, step_se
 from trainfit.plan.layout import resident_of, shares_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share, variants_for, weight_of
-from trainfit.profile import TIERS, Cast, Layout, OptimizerVariant, Precision, Tier
+from trainfit.profile import TIERS, AllocatorSettings, Cast, Layout, OptimizerVariant, Precision, Tier
 from trainfit.rehearsal.trace import ModelFacts, Tracer
 from trainfit.step.strategy import Strategy
 from trainfit.techniques.chunked_loss import auto_chunks
@@ -119,6 +119,7 @@ def candidates(
                 zero=layout.zero,
                 tensor=layout.tensor,
                 pipeline=layout.pipeline,
+                allocator=target.allocator or AllocatorSettings(),
             )
             yield Candidate(strategy, int(peaks[row]), float(seconds[row]), weight)
 

@@ -10,6 +10,7 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Kind
 from trainfit.profile import (
     PRECISIONS,
+    AllocatorSettings,
     Cast,
     FrozenStorage,
     Layout,
@@ -39,6 +40,7 @@ class Target:
     budget_bytes: memory of one device for this run. tokens_per_step: tokens of one optimizer step, padding included.
     may_change: "precision" allows bf16 where the precision given is fp32; "optimizer" allows other ways to keep weights
         and states than that given.
+    allocator: its settings; None lets a plan choose expandable segments where they make it fit.
     layouts: every arrangement of the devices that may be taken; tokens_per_step are those of all its ranks.
     Raises RecipeError for sizes below one and for words that are not known.
     """
@@ -53,6 +55,7 @@ class Target:
     cast: Cast = "operator"
     loss_scale: LossScale | None = None
     frozen_weights: FrozenStorage = "fp32"
+    allocator: AllocatorSettings | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):
@@ -95,5 +98,6 @@ class Target:
             Layout(**{name: kind(**each[name]) for name, kind in _PARTS.items()}) for each in data["layouts"]
         )
         loss_scale = data["loss_scale"] and LossScale(**data["loss_scale"])
-        parts = {"optimizer": OptimizerVariant(**data["optimizer"]), "loss_scale": loss_scale}
+        allocator = data.get("allocator") and AllocatorSettings(**data["allocator"])
+        parts = {"allocator": allocator, "optimizer": OptimizerVariant(**data["optimizer"]), "loss_scale": loss_scale}
         return cls(**{**data, **parts, "may_change": frozenset(data["may_change"]), "layouts": layouts})

@@ -16,10 +16,12 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
+from trainfit.hardware.allocator import COLLECTING_FRACTION
 from trainfit.hardware.ranks import fake_process_group
 from trainfit.hardware.runtime import allocation_padding_of, distributed_backend_of, rehearsed
-from trainfit.profile import Mesh, Phase, Profile
-from trainfit.rehearsal.events import in_place_additions
+from trainfit.profile import AllocatorSettings, Mesh, Phase, Profile, Reserved
+from trainfit.rehearsal.allocator import DeviceFullError
+from trainfit.rehearsal.events import Event, in_place_additions
 from trainfit.rehearsal.operators import FakeKernels, OperatorCost
 from trainfit.rehearsal.replay import reserved_memory
 from trainfit.rehearsal.timeline import StepClock
@@ -180,9 +182,21 @@ def watch_step(
     profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like)
     if on_host:
         return profile
-    padding = allocation_padding_of(hardware.spec.kind)
-    reserved = reserved_memory(in_place_additions(tracker.events), step.strategy.allocator, padding=padding)
+    reserved = _reserved(in_place_additions(tracker.events), step.strategy.allocator, hardware)
     return replace(profile, reserved_bytes=reserved.reserved_bytes, reserved=reserved)
+
+
+def _reserved(events: Sequence[Event], settings: AllocatorSettings, hardware: Hardware) -> Reserved:
+    """What the device's allocator holds. Garbage is collected by what the device has; any other limit would hide how
+    much too large a step is."""
+    padding = allocation_padding_of(hardware.spec.kind)
+    if settings.garbage_collection_threshold:
+        limit = int(COLLECTING_FRACTION * hardware.total_bytes)
+        try:
+            return reserved_memory(events, settings, padding=padding, limit_bytes=limit)
+        except DeviceFullError:
+            pass  # it does not fit, and by how much is seen without a limit
+    return reserved_memory(events, settings, padding=padding)
 
 
 @contextmanager

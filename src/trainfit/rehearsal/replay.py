@@ -41,9 +41,10 @@ def reserved_memory(
     """What a caching allocator holds over the steps of a run. See NOTE [ What a later step finds ].
 
     late: storages that were there before the rehearsed step, but in a run come with its first update, as the states of
-    PyTorch's own optimizers do. Raises DeviceFullError where limit_bytes are not enough.
+    PyTorch's own optimizers do. limit_bytes: set as a fraction of the device. Raises DeviceFullError where that is not
+    enough.
     """
-    allocator = CachingAllocator(settings, padding=padding, limit_bytes=limit_bytes)
+    allocator = CachingAllocator(settings, padding=padding, limit_bytes=limit_bytes, is_fraction=True)
     steps, late = _sorted(_sums_in_place(events)), frozenset(late)
     grown_at = _Place()
     for event in steps.once:

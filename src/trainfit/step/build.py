@@ -44,12 +44,13 @@ def build_step(
     model that is made here is the same where torch.manual_seed was.
     """
     _check_clipping(strategy, max_grad_norm)
+    allocator_notes = accelerator.configure_allocator(strategy.allocator)  # before the model takes memory
     apart = strategy.mesh.size > 1 or strategy.frozen_weights != "fp32"
     on_host = model is None and apart and accelerator.is_beside_host
     build = prepare(workload, accelerator, model, on_host=on_host)
     build.precision, build.cast = strategy.precision, strategy.cast
     build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
-    build.notes += settings_without_effect(strategy)
+    build.notes += [*allocator_notes, *settings_without_effect(strategy)]
     for stage in Stage:
         for technique in TECHNIQUES:
             if technique.stage is stage and (setting := getattr(strategy, technique.setting)) is not None:

@@ -337,7 +337,18 @@ def describe_strategy(strategy: Strategy) -> str:
     precision = f"{strategy.precision} scaled by block" if by_block else strategy.precision
     frozen = [] if strategy.frozen_weights == "fp32" else [f"frozen weights in {strategy.frozen_weights}"]
     variant = describe_variant(strategy.optimizer)
-    return ", ".join([size, tiers, chunks, precision, *frozen, *variant, *_describe_mesh(strategy)])
+    allocator = describe_allocator(strategy.allocator)
+    return ", ".join([size, tiers, chunks, precision, *frozen, *variant, *_describe_mesh(strategy), *allocator])
+
+
+def describe_allocator(settings: AllocatorSettings) -> list[str]:
+    """What differs from PyTorch's defaults, in words; nothing where nothing does."""
+    words = ["expandable segments"] if settings.expandable_segments else []
+    words += [f"no splits from {settings.max_split_size_mb} MiB"] if settings.max_split_size_mb else []
+    share = settings.garbage_collection_threshold
+    words += [f"cached blocks given back above {share:.0%}"] if share else []
+    steps = settings.roundup_power2_divisions
+    return words + ([f"requests in {steps} steps a power of two"] if steps else [])
 
 
 def describe_variant(variant: OptimizerVariant) -> list[str]:

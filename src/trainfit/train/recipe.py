@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from trainfit.errors import RecipeError
 from trainfit.profile import (
+    AllocatorSettings,
     Cast,
     FrozenStorage,
     GradientStorage,
@@ -211,6 +212,18 @@ class PipelineSettings(_Section):
     stages_per_rank: PositiveInt = 1
 
 
+class AllocatorSection(_Section):
+    """The device's caching allocator; see AllocatorSettings. What is left out is PyTorch's default."""
+
+    expandable_segments: bool = False
+    max_split_size_mb: NaturalInt = 0
+    garbage_collection_threshold: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
+    roundup_power2_divisions: NaturalInt = 0
+
+    def settings(self) -> AllocatorSettings:
+        return AllocatorSettings(**self.model_dump())
+
+
 class Recipe(_Section):
     """One training run. memory None means all that the device has; steps None means `epochs` passes over the text.
 
@@ -245,6 +258,7 @@ class Recipe(_Section):
     zero: ZeroSettings = ZeroSettings()
     tensor: TensorSettings = TensorSettings()
     pipeline: PipelineSettings = PipelineSettings()
+    allocator: AllocatorSection | None = None
     timeout_seconds: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 60.0
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
