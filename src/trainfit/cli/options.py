@@ -28,7 +28,8 @@ PrecisionOption = Annotated[
 ActivationOption = Annotated[
     str,
     typer.Option(
-        metavar="TIERS", help='keep, pointwise, attention, full, every:K, or a list such as "6*full,2*pointwise".'
+        metavar="POLICY",
+        help='keep, pointwise, attention, full, every:K, torchtitan, ..., or a list such as "6*full,2*pointwise".',
     ),
 ]
 LossChunksOption = Annotated[str, typer.Option(metavar="N|auto", help="Chunks in which head and loss are computed.")]

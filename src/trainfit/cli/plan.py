@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from trainfit.cli.setup import Say
     from trainfit.hardware import Hardware
     from trainfit.plan import Plan
+    from trainfit.plan.compare import PolicyResult
+    from trainfit.plan.policies import Policy
     from trainfit.train import Recipe
+    from trainfit.workload import Workload
 
 DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that share the tokens of a step.")]
 TokensOption = Annotated[
@@ -37,6 +40,10 @@ MayChangeOption = Annotated[
     list[str] | None,
     typer.Option("--may-change", metavar="precision|optimizer", help="What the plan may change."),
 ]
+CompareOption = Annotated[bool, typer.Option("--compare", help="Show known activation policies beside the plan.")]
+PolicyOption = Annotated[
+    list[str] | None, typer.Option("--policy", metavar="POLICY", help="Compare with this one; may be repeated.")
+]
 
 
 def plan(
@@ -48,6 +55,8 @@ def plan(
     memory: MemoryOption = None,
     precision: PrecisionOption = None,
     may_change: MayChangeOption = None,
+    compare: CompareOption = False,
+    policy: PolicyOption = None,
     json: JsonOption = False,
 ) -> int:
     """Choose how to train within a device's memory: micro batch, recomputation, loss chunks, precision, optimizer.
@@ -57,21 +66,28 @@ def plan(
     [dim]trainfit plan llama-2-13b --device ascend-910b3 --seq-len 4096 --tokens-per-step 1M[/]
     """
     check_range("--devices", devices, 1, MAX_DEVICES)
+    policies = _policies(compare, policy)
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
-        from trainfit.report import alternatives_table, plan_view
+        from trainfit.plan.compare import compare_policies
+        from trainfit.report import alternatives_table, plan_view, policies_table
 
         recipe = open_recipe(model)
         hardware = find_hardware(device, recipe, devices)
         options = (tokens_per_step, memory, precision, tuple(may_change or ()))
-        made = _choose(model, recipe, seq_len, *options, hardware, say)
+        workload, norm, made = _choose(model, recipe, seq_len, *options, hardware, say)
+        rows: tuple[PolicyResult, ...] = ()
+        if policies:
+            rows = compare_policies(workload, hardware, made, policies, max_grad_norm=norm, on_progress=say)
     if json:
-        print_json(made.to_json())
+        print_json({**made.to_json(), **({"policies": [row.to_json() for row in rows]} if policies else {})})
     else:
         console = output()
         console.print(plan_view(made))
         if made.alternatives:
             console.print("", alternatives_table(made))
+        if policies:
+            console.print("", policies_table(rows, made.strategy, made.target.seq_len, made.allowed_bytes))
     if not made.fits:
         raise DoesNotFitError(made.reason)
     return 0
@@ -87,7 +103,8 @@ def _choose(
     may_change: tuple[str, ...],
     hardware: Hardware,
     say: Say,
-) -> Plan:
+) -> tuple[Workload, float | None, Plan]:
+    """The plan, and the workload and clipping that it is for."""
     from trainfit.cli.setup import choose_budget, choose_precision, open_workload, recipe_target
     from trainfit.plan import Target, choose
     from trainfit.plan.layout import default_layouts
@@ -106,7 +123,13 @@ def _choose(
         target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, default_layouts(hardware.count))
     norm = recipe.max_grad_norm if recipe else 1.0
     made = choose(workload, hardware, target, max_grad_norm=norm, on_progress=say)
-    return replace(made, notes=(*budget_notes, *precision_notes, *made.notes))
+    return workload, norm, replace(made, notes=(*budget_notes, *precision_notes, *made.notes))
+
+
+def _policies(compare: bool, named: list[str] | None) -> list[Policy]:
+    from trainfit.plan.policies import USUAL, parse_policy
+
+    return [parse_policy(text) for text in named or (USUAL if compare else ())]
 
 
 def _tokens(text: str | None, recipe: Recipe | None) -> int:

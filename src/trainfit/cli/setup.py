@@ -14,11 +14,13 @@ from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
 from trainfit.hardware import Accelerator, Hardware, Launch, accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.profile import PRECISIONS, AllocatorSettings, Layout, LossScale, OptimizerVariant, Precision
-from trainfit.step import Strategy, parse_tiers
+from trainfit.plan.policies import Situation, parse_policy
+from trainfit.profile import PRECISIONS, AllocatorSettings, Layout, LossScale, OptimizerVariant, Precision, Tier
+from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
 from trainfit.step.strategy import describe_strategy, describe_variant, parse_variant
 from trainfit.techniques.chunked_loss import auto_chunks
+from trainfit.techniques.pipeline_cut import divide
 from trainfit.train import Recipe, load_recipe, recipe_workload
 from trainfit.units import format_bytes
 from trainfit.workload import Workload, resolve_workload
@@ -103,7 +105,7 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
     """recipe: says what the options leave open of optimizer, casts and loss scale."""
     precision, notes = choose_precision(options.precision or "fp32", hardware)
     micro_batch = options.micro_batch or 1
-    tiers = parse_tiers(options.activation, len(workload.anatomy().blocks))
+    tiers = _tiers(options, workload)
     chunks, chunk_notes = _loss_chunks(options.loss_chunks, workload, micro_batch * workload.seq_len)
     mesh, zero = options.mesh_and_zero()
     own = recipe.optimizer.variant() if recipe is not None else OptimizerVariant()
@@ -129,6 +131,13 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
     if variant.update == "backward":
         return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))
     return Setup(workload, strategy, notes=(*notes, *chunk_notes))
+
+
+def _tiers(options: StepOptions, workload: Workload) -> tuple[Tier, ...]:
+    """Of a policy that needs no plan. Raises RecipeError for one that does."""
+    blocks = len(workload.anatomy().blocks)
+    stages = tuple(len(part.blocks) for part in divide(blocks, options.pipeline)) if options.pipeline > 1 else None
+    return parse_policy(options.activation).tiers(Situation(blocks, stages))
 
 
 def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tuple[Target, tuple[str, ...]]:

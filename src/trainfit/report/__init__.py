@@ -4,6 +4,7 @@ from trainfit.report.compare import Comparison, compare, comparison_view
 from trainfit.report.device_view import devices_table
 from trainfit.report.pieces import facts, memory_bars
 from trainfit.report.plan_view import alternatives_table, plan_view
+from trainfit.report.policy_view import policies_table
 from trainfit.report.profile_view import collectives_table, profile_view, ranks_table
 from trainfit.report.verify_view import verify_view
 
@@ -17,6 +18,7 @@ __all__ = [
     "facts",
     "memory_bars",
     "plan_view",
+    "policies_table",
     "profile_view",
     "ranks_table",
     "verify_view",
