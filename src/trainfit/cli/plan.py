@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,7 @@ from trainfit.cli.options import (
     SeqLenOption,
     check_range,
 )
+from trainfit.cli.plan_export import Exports, exports_json, print_exports
 from trainfit.errors import DoesNotFitError, RecipeError
 from trainfit.units import parse_bytes, parse_count
 
@@ -37,6 +39,15 @@ MayChangeOption = Annotated[
     list[str] | None,
     typer.Option("--may-change", metavar="precision|optimizer", help="What the plan may change."),
 ]
+ExportOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SYSTEM", help="Settings for deepspeed, accelerate, torchtitan, megatron, mindspeed or trl, to stdout."
+    ),
+]
+ExportToOption = Annotated[
+    Path | None, typer.Option("--export-to", metavar="PATH", help="File, or folder, for what --export makes.")
+]
 
 
 def plan(
@@ -48,6 +59,8 @@ def plan(
     memory: MemoryOption = None,
     precision: PrecisionOption = None,
     may_change: MayChangeOption = None,
+    export: ExportOption = None,
+    export_to: ExportToOption = None,
     json: JsonOption = False,
 ) -> int:
     """Choose how to train within a device's memory: micro batch, recomputation, loss chunks, precision, optimizer.
@@ -55,8 +68,12 @@ def plan(
     The few best strategies are rehearsed before one is chosen. Exit code 2 when none fits; it says by how much.
 
     [dim]trainfit plan llama-2-13b --device ascend-910b3 --seq-len 4096 --tokens-per-step 1M[/]
+    [dim]trainfit plan gpt2 --seq-len 512 --tokens-per-step 64k --export deepspeed > ds_config.json[/]
     """
     check_range("--devices", devices, 1, MAX_DEVICES)
+    exports = Exports(tuple(dict.fromkeys(export or ())), export_to)
+    if not json:
+        exports.check_stdout()
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
         from trainfit.report import alternatives_table, plan_view
@@ -65,15 +82,20 @@ def plan(
         hardware = find_hardware(device, recipe, devices)
         options = (tokens_per_step, memory, precision, tuple(may_change or ()))
         made = _choose(model, recipe, seq_len, *options, hardware, say)
+    norm = recipe.max_grad_norm if recipe else 1.0
+    exported = exports.make(made, hardware, norm) if made.fits else []
+    paths = exports.write(exported)
     if json:
-        print_json(made.to_json())
-    else:
+        print_json(made.to_json() | exports_json(exported, paths))
+    elif not exports.fill_stdout:
         console = output()
         console.print(plan_view(made))
         if made.alternatives:
             console.print("", alternatives_table(made))
     if not made.fits:
         raise DoesNotFitError(made.reason)
+    if not json:
+        print_exports(exported, paths)
     return 0
 
 
