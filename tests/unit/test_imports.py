@@ -22,7 +22,7 @@ ORDER = (
     ("step",),
     ("rehearsal",),
     ("plan",),
-    ("train", "report"),
+    ("train", "report", "export"),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,7 @@ from trainfit.cli.options import (
     SeqLenOption,
     check_range,
 )
+from trainfit.cli.plan_export import Exports, exports_json, print_exports
 from trainfit.errors import DoesNotFitError, RecipeError
 from trainfit.units import parse_bytes, parse_count
 
@@ -44,6 +46,15 @@ CompareOption = Annotated[bool, typer.Option("--compare", help="Show known activ
 PolicyOption = Annotated[
     list[str] | None, typer.Option("--policy", metavar="POLICY", help="Compare with this one; may be repeated.")
 ]
+ExportOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SYSTEM", help="Settings for deepspeed, accelerate, torchtitan, megatron, mindspeed or trl, to stdout."
+    ),
+]
+ExportToOption = Annotated[
+    Path | None, typer.Option("--export-to", metavar="PATH", help="File, or folder, for what --export makes.")
+]
 
 
 def plan(
@@ -57,6 +68,8 @@ def plan(
     may_change: MayChangeOption = None,
     compare: CompareOption = False,
     policy: PolicyOption = None,
+    export: ExportOption = None,
+    export_to: ExportToOption = None,
     json: JsonOption = False,
 ) -> int:
     """Choose how to train within a device's memory: micro batch, recomputation, loss chunks, precision, optimizer.
@@ -64,9 +77,13 @@ def plan(
     The few best strategies are rehearsed before one is chosen. Exit code 2 when none fits; it says by how much.
 
     [dim]trainfit plan llama-2-13b --device ascend-910b3 --seq-len 4096 --tokens-per-step 1M[/]
+    [dim]trainfit plan gpt2 --seq-len 512 --tokens-per-step 64k --export deepspeed > ds_config.json[/]
     """
     check_range("--devices", devices, 1, MAX_DEVICES)
     policies = _policies(compare, policy)
+    exports = Exports(tuple(dict.fromkeys(export or ())), export_to)
+    if not json:
+        exports.check_stdout()
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
         from trainfit.plan.compare import compare_policies
@@ -79,9 +96,12 @@ def plan(
         rows: tuple[PolicyResult, ...] = ()
         if policies:
             rows = compare_policies(workload, hardware, made, policies, max_grad_norm=norm, on_progress=say)
+    exported = exports.make(made, hardware, norm) if made.fits else []
+    paths = exports.write(exported)
     if json:
-        print_json({**made.to_json(), **({"policies": [row.to_json() for row in rows]} if policies else {})})
-    else:
+        compared = {"policies": [row.to_json() for row in rows]} if policies else {}
+        print_json(made.to_json() | compared | exports_json(exported, paths))
+    elif not exports.fill_stdout:
         console = output()
         console.print(plan_view(made))
         if made.alternatives:
@@ -90,6 +110,8 @@ def plan(
             console.print("", policies_table(rows, made.strategy, made.target.seq_len, made.allowed_bytes))
     if not made.fits:
         raise DoesNotFitError(made.reason)
+    if not json:
+        print_exports(exported, paths)
     return 0
 
 
