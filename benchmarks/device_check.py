@@ -5,8 +5,9 @@
    Fused AdamW of host and device are different kernels, so a rounding apart is right and more is a race.
 3. cast "block" against "operator": gradients to the bit.
 4. fp16 with one scale: loss falls, steps that overflow are skipped.
+5. The allocator's model against the device's (allocator_check.py): random traces, to the byte.
 
-Takes about two minutes on one GPU. Exits 1 when a peak is 1 % off or one of 2 to 4 does not hold.
+Takes about three minutes on one GPU. Exits 1 when a peak is 1 % off or one of 2 to 5 does not hold.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+import allocator_check
 from trainfit.hardware import Accelerator, accelerator, find_device, this_machine
 from trainfit.hardware.runtime import best_kind
 from trainfit.profile import LossScale, OptimizerVariant, Precision
@@ -55,6 +57,8 @@ def main() -> int:
     print(f"{device.name}, {workload.anatomy().num_parameters / 1e6:.0f}M parameters, torch {torch.__version__}")
     good = [peaks(workload, device), host_equals_device(workload, device), casts_equal(workload, device)]
     good.append(fp16_trains(workload, device))
+    if device.kind != "cpu":
+        good.append(allocator_check.check_all(device.kind, num_traces=20))
     return int(not all(good))
 
 

@@ -223,7 +223,7 @@ class Reserved:
     unused_bytes: what it holds beyond that: fragmentation, and what each stream has at another time than the peak.
     other_streams_bytes: of reserved_bytes, what streams that communicate hold, and computation cannot use.
     request_bytes: the last request that made it hold more than ever, for which no free block was large enough. phase,
-        operator: who asked.
+        place: who asked, as in a profile.
     pool, stream: where: "small" up to 1 MiB, else "large"; stream 0 computes, others communicate.
     pool_free_bytes, largest_free_bytes: what was free there, and the largest block of it.
     num_steps: after how many it held no more.
@@ -239,7 +239,7 @@ class Reserved:
     pool_free_bytes: int
     largest_free_bytes: int
     phase: Phase
-    operator: str
+    place: str
     num_steps: int
 
 

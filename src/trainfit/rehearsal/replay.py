@@ -62,7 +62,7 @@ class _Place:
     """Where in the step the allocator last came to hold more than ever."""
 
     phase: Phase = "forward"
-    operator: str = START
+    where: str = START
 
 
 def _sums_in_place(events: Sequence[Event]) -> list[Event]:
@@ -115,7 +115,7 @@ def _play(allocator: CachingAllocator, event: Event, grown_at: _Place) -> None:
     before = allocator.peak_reserved_bytes
     allocator.malloc(event.storage, event.requested or event.num_bytes, event.stream)
     if allocator.peak_reserved_bytes > before:
-        grown_at.phase, grown_at.operator = event.phase, event.operator
+        grown_at.phase, grown_at.where = event.phase, event.where
 
 
 def _reserved(allocator: CachingAllocator, grown_at: _Place, num_steps: int) -> Reserved:
@@ -131,6 +131,6 @@ def _reserved(allocator: CachingAllocator, grown_at: _Place, num_steps: int) -> 
         pool_free_bytes=growth.pool_free_bytes,
         largest_free_bytes=growth.largest_free_bytes,
         phase=grown_at.phase,
-        operator=grown_at.operator,
+        place=grown_at.where,
         num_steps=num_steps,
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from trainfit.profile import PHASES, Profile
+from trainfit.profile import PHASES, Profile, Reserved
 from trainfit.report.pieces import bar, memory_bars, table
 from trainfit.units import format_bytes, format_seconds
 
@@ -15,8 +15,10 @@ from trainfit.units import format_bytes, format_seconds
 def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> RenderableType:
     """Peak against the budget, bytes and time by phase, bytes by category at the peak."""
     parts: list[RenderableType] = [_headline(profile)]
+    if profile.reserved is not None:
+        parts.append(Text(reserved_words(profile.reserved)))
     if budget_bytes is not None:
-        parts.append(_budget_line(profile.peak_bytes, budget_bytes))
+        parts.append(_budget_line(profile.needed_bytes, budget_bytes))
     at_peak = memory_bars(profile.categories, title=f"At the peak ({profile.peak_phase})")
     talk = [collectives_table(profile)] if profile.collectives else []
     return Group(*parts, phase_table(profile), at_peak, *talk)
@@ -33,6 +35,19 @@ def _headline(profile: Profile) -> Text:
     if profile.step_seconds:
         text.append(f"; {format_seconds(profile.step_seconds)} a step")
     return text
+
+
+def reserved_words(reserved: Reserved) -> str:
+    """What the allocator holds, what of it is not in use, and what it last grew for."""
+    unused = f"{format_bytes(reserved.unused_bytes)} of it unused at the peak"
+    if reserved.other_streams_bytes:
+        unused += f" ({format_bytes(reserved.other_streams_bytes)} belong to streams that communicate)"
+    stream = "a communicating stream" if reserved.stream else "the computing stream"
+    return (
+        f"Allocator holds {format_bytes(reserved.reserved_bytes)}, {unused}; last grew in {reserved.phase} "
+        f"({reserved.place}) for {format_bytes(reserved.request_bytes)} on {stream}, where "
+        f"{format_bytes(reserved.pool_free_bytes)} were free, {format_bytes(reserved.largest_free_bytes)} in one piece"
+    )
 
 
 def _budget_line(peak_bytes: int, budget_bytes: int) -> Text:
