@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from trainfit import __version__
+from trainfit.cli.ask import ask
 from trainfit.cli.console import debugging, print_error
 from trainfit.cli.devices import devices
 from trainfit.cli.export import export
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 for verb in (plan, rehearse, train, measure, verify, export, devices):
     app.command()(verb)
+app.add_typer(ask, name="ask")
 
 
 def _show_version(wanted: bool) -> None:
