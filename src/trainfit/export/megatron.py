@@ -96,7 +96,7 @@ def _loss_scale(job: Job, draft: Draft) -> Arguments:
         value, default = getattr(scale, name), getattr(LossScale(), name)
         draft.note_if(value != default, f"loss_scale.{name} {value:g}: {default:g} is built in", f"loss_scale.{name}")
     return [
-        f"--initial-loss-scale {scale.init_scale:.0f}",
+        f"--initial-loss-scale {scale.init_scale:.17g}",
         f"--loss-scale-window {scale.growth_interval}",
         "--hysteresis 1",
         "--min-loss-scale 1",
