@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint venv clean
+.PHONY: train test lint article venv clean
 
 train: venv
 	$(BIN)/trainfit train recipes/quickstart.yaml
@@ -15,6 +15,10 @@ lint: venv
 	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/mypy
+
+# docs/llama-13b-on-8x910.md and its pictures, from rehearsals; several minutes.
+article: venv
+	$(BIN)/python docs/make_llama_13b.py
 
 venv: $(VENV)/.installed
 

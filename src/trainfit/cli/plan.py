@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainfit.cli.console import notes, output, print_json, status
 from trainfit.cli.options import (
     MAX_DEVICES,
+    CastOption,
     DeviceOption,
     JsonOption,
     ModelArgument,
+    OptimizerOption,
     PrecisionOption,
     SeqLenOption,
     check_range,
@@ -65,6 +67,8 @@ def plan(
     tokens_per_step: TokensOption = None,
     memory: MemoryOption = None,
     precision: PrecisionOption = None,
+    optimizer: OptimizerOption = None,
+    cast: CastOption = None,
     may_change: MayChangeOption = None,
     compare: CompareOption = False,
     policy: PolicyOption = None,
@@ -91,7 +95,7 @@ def plan(
 
         recipe = open_recipe(model)
         hardware = find_hardware(device, recipe, devices)
-        options = (tokens_per_step, memory, precision, tuple(may_change or ()))
+        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast)
         workload, norm, made = _choose(model, recipe, seq_len, *options, hardware, say)
         rows: tuple[PolicyResult, ...] = ()
         if policies:
@@ -123,6 +127,8 @@ def _choose(
     memory: str | None,
     precision: str | None,
     may_change: tuple[str, ...],
+    optimizer: str | None,
+    cast: str | None,
     hardware: Hardware,
     say: Say,
 ) -> tuple[Workload, float | None, Plan]:
@@ -130,6 +136,7 @@ def _choose(
     from trainfit.cli.setup import choose_budget, choose_precision, open_workload, recipe_target
     from trainfit.plan import Target, choose
     from trainfit.plan.layout import default_layouts
+    from trainfit.step.strategy import parse_variant
 
     say(f"Building {model}")
     wanted_bytes = parse_bytes(memory) if memory else recipe.memory if recipe else None
@@ -143,6 +150,9 @@ def _choose(
         target = replace(asked, budget_bytes=budget_bytes, tokens_per_step=tokens, precision=taken, may_change=changes)
     else:
         target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, default_layouts(hardware.count))
+    said: dict[str, Any] = {} if optimizer is None else {"optimizer": parse_variant(optimizer)}
+    said |= {} if cast is None else {"cast": cast}
+    target = replace(target, **said)
     norm = recipe.max_grad_norm if recipe else 1.0
     made = choose(workload, hardware, target, max_grad_norm=norm, on_progress=say)
     return workload, norm, replace(made, notes=(*budget_notes, *precision_notes, *made.notes))

@@ -1,0 +1,1 @@
+"""What docs/make_llama_13b.py computes, and how its page says it."""
