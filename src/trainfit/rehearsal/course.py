@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 from trainfit.profile import CATEGORIES, Category, Moment
 from trainfit.rehearsal.events import Event
@@ -26,6 +26,16 @@ def highs_and_lows(totals: Sequence[int], limit: int = MAX_MOMENTS) -> list[int]
         stretch = range(begin, end)
         chosen |= {max(stretch, key=totals.__getitem__), min(stretch, key=totals.__getitem__)}
     return sorted(chosen)
+
+
+def last_forward(events: Sequence[Event], peak_bytes: int) -> int:
+    """Where the last micro batch begins, if as much as the peak is live from there on; else 0."""
+    begins = [
+        number for number, (one, other) in enumerate(pairwise(events), start=1) if one.phase != other.phase == "forward"
+    ]
+    totals = accumulate(event.num_bytes for event in events)
+    begin = begins[-1] if begins else 0
+    return begin if max(islice(totals, begin, None), default=0) >= peak_bytes else 0
 
 
 def course_of(
