@@ -41,13 +41,17 @@ def last_forward(events: Sequence[Event], peak_bytes: int) -> int:
 def course_of(
     events: Sequence[Event], category_of: Callable[[Event], Category], *, start: int = 0, limit: int = MAX_MOMENTS
 ) -> tuple[Moment, ...]:
-    """What was live by category after some of the events, from number `start` on. category_of is asked of births."""
+    """What was live by category after some of the events, from number `start` on. category_of is asked of births.
+
+    Seconds are counted from the first of them.
+    """
     totals = list(accumulate(event.num_bytes for event in events))
     wanted = [start + position for position in highs_and_lows(totals[start:], limit)]
     live = dict.fromkeys(CATEGORIES, 0)
     known: dict[int, Category] = {}
     moments = []
     done, seconds = 0, 0.0
+    begin = events[start].seconds if events else 0.0
     for position in wanted:
         for event in events[done : position + 1]:
             if event.num_bytes >= 0:
@@ -55,7 +59,7 @@ def course_of(
             live[known[event.storage]] += event.num_bytes
         done = position + 1
         event = events[position]
-        seconds = max(seconds, event.seconds)  # a death that was put before its cause has a later time
+        seconds = max(seconds, event.seconds - begin)  # a death that was put before its cause has a later time
         bytes_by_category: dict[Category, int] = {name: num_bytes for name, num_bytes in live.items() if num_bytes}
         moments.append(Moment(event.phase, event.where, seconds, bytes_by_category))
     return tuple(moments)

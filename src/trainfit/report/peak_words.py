@@ -54,9 +54,11 @@ def _why(profile: Profile) -> str:
     if block is None:
         return "The gradients of later modules are there already, and little of what forward saved is free yet."
     number = int(block[1])
-    earlier = "what the blocks before it saved is still there" if number else "the gradients of all blocks are there"
+    there = "what the blocks before it saved is still there"
+    if profile.categories.get("gradients", 0) > profile.categories.get("activations", 0):
+        there = f"the gradients of {'the blocks after it' if number else 'all blocks'} are there"
     return (
-        f"While block {number} runs backward all it works with, recomputed tensors too, is live at once, and {earlier}."
+        f"While block {number} runs backward all it works with, recomputed tensors too, is live at once, and {there}."
     )
 
 

@@ -74,7 +74,7 @@ def _course(moments: Sequence[Moment]) -> tuple[list[float], list[Tick], str]:
         last = max(1, len(moments) - 1)
         return [index / last for index in range(len(moments))], [], "operators, in the order in which they run"
     axis, ticks = seconds_axis(end)
-    return [axis.at(moment.seconds) for moment in moments], ticks, "time since the step began"
+    return [axis.at(moment.seconds) for moment in moments], ticks, "time"
 
 
 def _layers(moments: Sequence[Moment], layers: Sequence[Category], at: Sequence[float], axis: Axis) -> Iterator[Markup]:

@@ -66,6 +66,7 @@ thead th{color:var(--soft);font-size:.8rem}
 .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 code{font:.88em ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 footer{margin-top:2.5rem;color:var(--soft);font-size:.85rem}
+@media(max-width:62rem){.pair.even{grid-template-columns:minmax(0,1fr)}}
 @media(max-width:46rem){.pair,.pair.even{grid-template-columns:minmax(0,1fr);gap:.5rem}.plot{height:17rem}}
 @media print{.scroll{overflow:visible}}
 """
