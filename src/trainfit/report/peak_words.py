@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 
 from trainfit.profile import Category, Profile
 from trainfit.report.names import NAMES
@@ -54,19 +55,27 @@ def _why(profile: Profile) -> str:
     if block is None:
         return "The gradients of later modules are there already, and little of what forward saved is free yet."
     number = int(block[1])
-    there = "what the blocks before it saved is still there"
-    if profile.categories.get("gradients", 0) > profile.categories.get("activations", 0):
-        there = f"the gradients of {'the blocks after it' if number else 'all blocks'} are there"
-    return (
-        f"While block {number} runs backward all it works with, recomputed tensors too, is live at once, and {there}."
-    )
+    works = "all it works with, recomputed tensors too, is live at once"
+    return f"While block {number} runs backward {works}, and {_beside(profile, number)}."
+
+
+def _beside(profile: Profile, block: int) -> str:
+    """What lies beside a block's working set: the largest of what comes and goes through the step."""
+    largest = max(("activations", "gradients", "communication"), key=lambda name: profile.categories.get(name, 0))
+    if largest == "communication":
+        return (
+            "whole parameters that were gathered, and a whole gradient that is about to be shared, take their buffers"
+        )
+    if largest == "gradients":
+        return f"the gradients of {'the blocks after it' if block else 'all blocks'} are there"
+    return "what the blocks before it saved is still there"
 
 
 def _remedies(profile: Profile, strategy: Strategy) -> Iterator[str]:
-    """Changes of the strategy, for the largest parts first, that are not made yet."""
-    for name, size in sorted(profile.categories.items(), key=lambda item: -item[1]):
-        if size >= _WORTH_SAYING * profile.peak_bytes:
-            yield from _REMEDIES[name](strategy)
+    """Changes of the strategy that are not made yet: the first for each part, largest part first, then the second."""
+    parts = sorted(profile.categories.items(), key=lambda item: -item[1])
+    found = [list(_REMEDIES[name](strategy)) for name, size in parts if size >= _WORTH_SAYING * profile.peak_bytes]
+    yield from dict.fromkeys(remedy for rank in zip_longest(*found) for remedy in rank if remedy is not None)
 
 
 def _of_parameters(strategy: Strategy) -> Iterator[str]:
