@@ -248,7 +248,7 @@ class Moment:
     """What was live at one point of a step.
 
     place: the block or module, and the operator, that ran; "" where nobody saw it.
-    seconds: since the step began; 0.0 throughout where nobody counted.
+    seconds: since the first moment; 0.0 throughout where nobody counted.
     categories: live bytes, only those that are not zero.
     """
 

@@ -55,6 +55,9 @@ LocalDeviceOption = Annotated[
     str | None, typer.Option(metavar="NAME", show_default="a GPU or NPU if there is one", help="cpu, cuda or npu.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
+HtmlOption = Annotated[
+    str | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page with pictures, too.")
+]
 
 MAX_SEQ_LEN = 2**24
 MAX_MICRO_BATCH_TOKENS = 2**30  # beyond it the bytes of an attention matrix pass 2**63

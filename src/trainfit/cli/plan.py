@@ -13,6 +13,7 @@ from trainfit.cli.options import (
     MAX_DEVICES,
     CastOption,
     DeviceOption,
+    HtmlOption,
     JsonOption,
     ModelArgument,
     OptimizerOption,
@@ -20,6 +21,7 @@ from trainfit.cli.options import (
     SeqLenOption,
     check_range,
 )
+from trainfit.cli.page import check_page, write_page
 from trainfit.cli.plan_export import Exports, exports_json, print_exports
 from trainfit.errors import DoesNotFitError, RecipeError
 from trainfit.units import parse_bytes, parse_count
@@ -75,6 +77,7 @@ def plan(
     export: ExportOption = None,
     export_to: ExportToOption = None,
     json: JsonOption = False,
+    html: HtmlOption = None,
 ) -> int:
     """Choose how to train within a device's memory: micro batch, recomputation, loss chunks, precision, optimizer.
 
@@ -84,6 +87,7 @@ def plan(
     [dim]trainfit plan gpt2 --seq-len 512 --tokens-per-step 64k --export deepspeed > ds_config.json[/]
     """
     check_range("--devices", devices, 1, MAX_DEVICES)
+    check_page(html)
     policies = _policies(compare, policy)
     exports = Exports(tuple(dict.fromkeys(export or ())), export_to)
     if not json:
@@ -91,7 +95,7 @@ def plan(
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
         from trainfit.plan.compare import compare_policies
-        from trainfit.report import alternatives_table, plan_view, policies_table
+        from trainfit.report import alternatives_table, plan_page, plan_view, policies_table
 
         recipe = open_recipe(model)
         hardware = find_hardware(device, recipe, devices)
@@ -102,6 +106,8 @@ def plan(
             rows = compare_policies(workload, hardware, made, policies, max_grad_norm=norm, on_progress=say)
     exported = exports.make(made, hardware, norm) if made.fits else []
     paths = exports.write(exported)
+    if html is not None:
+        write_page(html, plan_page(made))
     if json:
         compared = {"policies": [row.to_json() for row in rows]} if policies else {}
         print_json(made.to_json() | compared | exports_json(exported, paths))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -38,6 +38,24 @@ class Setup:
     strategy: Strategy
     max_grad_norm: float | None = 1.0
     notes: tuple[str, ...] = ()
+
+    def about(self, hardware: Hardware) -> About:
+        """What every answer names."""
+        return {
+            "model": self.workload.name,
+            "device": hardware.spec.name,
+            "seq_len": self.workload.seq_len,
+            "notes": self.notes,
+        }
+
+
+class About(TypedDict):
+    """What a step is about."""
+
+    model: str
+    device: str
+    seq_len: int
+    notes: tuple[str, ...]
 
 
 def open_recipe(model: str) -> Recipe | None:

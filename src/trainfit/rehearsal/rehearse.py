@@ -179,7 +179,8 @@ def watch_step(
     step.observer = observe
     with tracker, tracker.whereabouts.watching(places_of(step.model, step.anatomy)), model_errors():
         step(batches)
-    profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like)
+    follow_all = step.strategy.mesh.pipeline > 1  # several micro batches are under way
+    profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like, follow_all=follow_all)
     if on_host:
         return profile
     reserved = _reserved(in_place_additions(tracker.events), step.strategy.allocator, hardware)

@@ -32,7 +32,7 @@ from trainfit.hardware.host import HOST_BYTES_PER_SECOND
 from trainfit.hardware.host_scope import is_on_host
 from trainfit.profile import CATEGORIES, Category, Moment, Phase, Profile
 from trainfit.rehearsal.collectives import call_of, tally
-from trainfit.rehearsal.course import course_of
+from trainfit.rehearsal.course import course_of, last_forward
 from trainfit.rehearsal.events import Event, in_place_additions, replay
 from trainfit.rehearsal.operators import (
     OperatorCost,
@@ -266,10 +266,11 @@ class StorageTracker(TorchDispatchMode):
         """The most that was live within one phase; 0 if it never ran."""
         return replay(in_place_additions(self.events))[0].get(phase, 0)
 
-    def profile(self, *, rank: int = 0, waiting: int = 0, like: int = 0) -> Profile:
+    def profile(self, *, rank: int = 0, waiting: int = 0, like: int = 0, follow_all: bool = False) -> Profile:
         """What was seen since the tracker was made.
 
         waiting: micro batches that did not run, but take the time and the collectives of micro batch number `like`.
+        follow_all: the timeline has all micro batches, and not only the last where the peak falls in it.
         """
         total = self.clock.total(waiting=waiting, like=like)
         collectives = tally(total.calls, self.clock.link_bandwidth)
@@ -289,7 +290,7 @@ class StorageTracker(TorchDispatchMode):
             collectives=collectives,
             communication_seconds=sum(each.seconds for each in collectives.values()),
             exposed_communication_seconds=total.exposed,
-            timeline=self._course(events),
+            timeline=self._course(events, 0 if follow_all else last_forward(events, peak.total)),
         )
 
     def _categories(self, events: list[Event], position: int) -> dict[Category, int]:
@@ -306,9 +307,9 @@ class StorageTracker(TorchDispatchMode):
             totals[self._category(storage, event, dead_in_forward)] += event.num_bytes
         return totals
 
-    def _course(self, events: list[Event]) -> tuple[Moment, ...]:
-        """Memory through the step, from where all that stays is registered."""
-        start = next((index for index, event in enumerate(events) if event.operator != _START), 0)
+    def _course(self, events: list[Event], start: int) -> tuple[Moment, ...]:
+        """Memory from number `start` on, but not before all that stays is registered."""
+        start = next((index for index, event in enumerate(events) if index >= start and event.operator != _START), 0)
         dead_in_forward = _dead_in_forward(events)
         return course_of(events, lambda birth: self._category(birth.storage, birth, dead_in_forward), start=start)
 

@@ -2,6 +2,7 @@
 
 from trainfit.report.compare import Comparison, compare, comparison_view
 from trainfit.report.device_view import devices_table
+from trainfit.report.html import comparison_page, plan_page, profile_page
 from trainfit.report.pieces import facts, memory_bars
 from trainfit.report.plan_view import alternatives_table, plan_view
 from trainfit.report.policy_view import policies_table
@@ -13,12 +14,15 @@ __all__ = [
     "alternatives_table",
     "collectives_table",
     "compare",
+    "comparison_page",
     "comparison_view",
     "devices_table",
     "facts",
     "memory_bars",
+    "plan_page",
     "plan_view",
     "policies_table",
+    "profile_page",
     "profile_view",
     "ranks_table",
     "verify_view",

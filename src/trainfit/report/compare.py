@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,20 +57,27 @@ def _ratio_error(predicted: float, measured: float) -> float | None:
     return predicted / measured - 1 if predicted and measured else None
 
 
-def comparison_view(comparison: Comparison) -> RenderableType:
-    """Peak, phases, resident bytes and step time, predicted against measured."""
+def comparison_rows(comparison: Comparison) -> Iterator[tuple[str, str, str, str | Text]]:
+    """Peak, phases, resident bytes and step time: name, predicted, measured, error."""
     predicted, measured = comparison.predicted, comparison.measured
-    made = table("", "predicted", "measured", "error")
-    made.add_row("peak memory", *_bytes_row(predicted.peak_bytes, measured.peak_bytes), style="bold")
+    yield "peak memory", *_bytes_row(predicted.peak_bytes, measured.peak_bytes)
     for phase in comparison.phase_errors:
-        made.add_row(f"  {phase}", *_bytes_row(predicted.phases[phase], measured.phases[phase]))
-    made.add_row("between steps", *_bytes_row(predicted.resident_bytes, measured.resident_bytes))
+        yield f"  {phase}", *_bytes_row(predicted.phases[phase], measured.phases[phase])
+    yield "between steps", *_bytes_row(predicted.resident_bytes, measured.resident_bytes)
     for kind in sorted(predicted.collectives.keys() | measured.collectives.keys()):
-        made.add_row(kind, *(_payload(profile.collectives.get(kind)) for profile in (predicted, measured)), "")
+        yield kind, _payload(predicted.collectives.get(kind)), _payload(measured.collectives.get(kind)), ""
     if comparison.step_seconds_error is not None:
         seconds = (format_seconds(predicted.step_seconds), format_seconds(measured.step_seconds))
         # A roofline's seconds are off by a factor, not by some percent: say which.
-        made.add_row("step time", *seconds, f"{measured.step_seconds / predicted.step_seconds:.2f} x")
+        yield "step time", *seconds, f"{measured.step_seconds / predicted.step_seconds:.2f} x"
+
+
+def comparison_view(comparison: Comparison) -> RenderableType:
+    """The rows, and where the peaks fall."""
+    predicted, measured = comparison.predicted, comparison.measured
+    made = table("", "predicted", "measured", "error")
+    for number, row in enumerate(comparison_rows(comparison)):
+        made.add_row(*row, style=None if number else "bold")
     peaks = f"The peak falls in {predicted.peak_phase} as predicted and in {measured.peak_phase} as measured."
     return Group(made, Text(peaks, style="dim"))
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainfit.report.peak_words import explain_peak
 from trainfit.report.pieces import bar, table
-from trainfit.step.strategy import Strategy, describe_variant, format_tiers
+from trainfit.step.strategy import Strategy, describe_strategy, describe_variant, format_tiers
 from trainfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from trainfit.plan import Alternative, Plan
+    from trainfit.plan import Plan
 
 MAX_ALTERNATIVES = 8
 _TIERS_WIDTH = 30
@@ -28,24 +30,39 @@ def plan_view(plan: Plan) -> RenderableType:
     )  # fmt: skip
     reason = [Text(f"{plan.reason[:1].upper()}{plan.reason[1:]}.")] if plan.fits else []
     notes = [Text(f"note: {note}", style="yellow") for note in plan.notes]
-    return Group(title, _sides(plan), *reason, *notes)
+    words = Text(" ".join(explain_peak(plan.predicted, plan.strategy)))
+    return Group(title, _sides(plan), *reason, words, *notes)
+
+
+def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """What is set and what it comes to: name, plain training, chosen."""
+    both, seq_len = (plan.plain.strategy, plan.strategy), plan.target.seq_len
+    peaks, seconds = (plan.plain.peak_bytes, plan.predicted.peak_bytes), (plan.plain, plan.predicted)
+    rows: list[tuple[str, Iterable[str]]] = [
+        ("micro batch", (f"{s.micro_batch_size} x {seq_len} tokens" for s in both)),
+        ("accumulation", (str(s.accumulation_steps) for s in both)),
+        ("precision", (s.precision for s in both)),
+        ("optimizer", (variant_words(s) or "AdamW" for s in both) if any(map(variant_words, both)) else ()),
+        ("activation", (format_tiers(s.tiers) for s in both)),
+        ("loss chunks", (str(s.loss_chunks) for s in both)),
+        ("peak memory", (format_bytes(peak) for peak in peaks)),
+        ("step time", (format_seconds(each.step_seconds) if each.step_seconds else "-" for each in seconds)),
+    ]
+    found = ((name, tuple(values)) for name, values in rows)
+    return [(name, values[0], values[1]) for name, values in found if values]
 
 
 def _sides(plan: Plan) -> Table:
-    both, seq_len = (plan.plain.strategy, plan.strategy), plan.target.seq_len
     made = table("", "plain training", "chosen" if plan.fits else "smallest found")
-    made.add_row("micro batch", *(f"{s.micro_batch_size} x {seq_len} tokens" for s in both))
-    made.add_row("accumulation", *(str(s.accumulation_steps) for s in both))
-    made.add_row("precision", *(s.precision for s in both))
-    if any(map(variant_words, both)):
-        made.add_row("optimizer", *(_clip(variant_words(s) or "AdamW", 2 * _TIERS_WIDTH) for s in both))
-    made.add_row("activation", *(_clip(format_tiers(s.tiers), _TIERS_WIDTH) for s in both))
-    made.add_row("loss chunks", *(str(s.loss_chunks) for s in both))
     peaks = (plan.plain.peak_bytes, plan.predicted.peak_bytes)
-    made.add_row("peak memory", *(Text(format_bytes(peak), style=f"bold {_colour(peak, plan)}") for peak in peaks))
-    made.add_row("", *(_budget_bar(peak, max(*peaks, plan.allowed_bytes), plan) for peak in peaks))
-    seconds = (plan.plain.step_seconds, plan.predicted.step_seconds)
-    made.add_row("step time", *(format_seconds(s) if s else "-" for s in seconds))
+    for name, *values in side_rows(plan):
+        if name == "peak memory":
+            made.add_row(name, *(Text(v, style=f"bold {_colour(p, plan)}") for v, p in zip(values, peaks)))
+            made.add_row("", *(_budget_bar(peak, max(*peaks, plan.allowed_bytes), plan) for peak in peaks))
+        else:
+            made.add_row(
+                name, *(_clip(value, 2 * _TIERS_WIDTH if name == "optimizer" else _TIERS_WIDTH) for value in values)
+            )
     return made
 
 
@@ -68,29 +85,24 @@ def _budget_bar(peak_bytes: int, longest: int, plan: Plan, width: int = 24) -> T
 
 def alternatives_table(plan: Plan) -> Table:
     """What lost, and why; peaks that were rehearsed and not only estimated have an asterisk."""
-    columns = ("batch", "activation", "chunks", "dtype and optimizer", "peak", "step", "why not")
-    made = table(*columns, title="What lost (* rehearsed, the others estimated)")
-    for name in ("activation", "dtype and optimizer", "why not"):
-        column = made.columns[columns.index(name)]
-        column.justify, column.no_wrap = "left", name == "activation"
-    for alternative in plan.alternatives[:MAX_ALTERNATIVES]:
-        made.add_row(*_alternative_row(alternative))
+    made = table("", "peak", "step", "strategy, and why not", title="What lost (* rehearsed, the others estimated)")
+    last = made.columns[-1]
+    last.justify, last.no_wrap = "left", False
+    shown = plan.alternatives[:MAX_ALTERNATIVES]
+    for letter, alternative in zip(letters(len(shown)), shown):
+        seconds = format_seconds(alternative.step_seconds) if alternative.step_seconds else "-"
+        peak = format_bytes(alternative.peak_bytes) + ("*" if alternative.rehearsed else " ")
+        words = Text.assemble(describe_strategy(alternative.strategy), "\n", (alternative.why, "yellow"))
+        made.add_row(letter, peak, seconds, words)
     if (more := len(plan.alternatives) - MAX_ALTERNATIVES) > 0:
-        made.caption, made.caption_justify = f"and {more} more: --json has them all", "left"
+        made.caption, made.caption_justify = f"and {more} more: --json and --html have them all", "left"
     return made
 
 
-def _alternative_row(alternative: Alternative) -> tuple[str, ...]:
-    strategy = alternative.strategy
-    return (
-        f"{strategy.micro_batch_size} x {strategy.accumulation_steps}",
-        _clip(format_tiers(strategy.tiers), _TIERS_WIDTH),
-        str(strategy.loss_chunks),
-        ", ".join(filter(None, [strategy.precision, variant_words(strategy)])),
-        format_bytes(alternative.peak_bytes) + ("*" if alternative.rehearsed else " "),
-        format_seconds(alternative.step_seconds) if alternative.step_seconds else "-",
-        alternative.why,
-    )
+def letters(count: int) -> list[str]:
+    """A, B, ... Z, AA, AB, ...: names for the strategies that lost, in the table and in the picture."""
+    single = [chr(ord("A") + number) for number in range(26)]
+    return [*single, *(first + second for first in single for second in single)][:count]
 
 
 def _clip(text: str, width: int) -> str:

@@ -8,12 +8,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from trainfit.profile import PHASES, Profile, Reserved
+from trainfit.report.peak_words import explain_peak
 from trainfit.report.pieces import bar, memory_bars, table
+from trainfit.step.strategy import Strategy
 from trainfit.units import format_bytes, format_seconds
 
 
-def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> RenderableType:
-    """Peak against the budget, bytes and time by phase, bytes by category at the peak."""
+def profile_view(
+    profile: Profile, *, budget_bytes: int | None = None, strategy: Strategy | None = None
+) -> RenderableType:
+    """Peak against the budget, bytes and time by phase, bytes by category at the peak, and the peak in words."""
     parts: list[RenderableType] = [_headline(profile)]
     if profile.reserved is not None:
         parts.append(Text(reserved_words(profile.reserved)))
@@ -21,7 +25,8 @@ def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> Render
         parts.append(_budget_line(profile.needed_bytes, budget_bytes))
     at_peak = memory_bars(profile.categories, title=f"At the peak ({profile.peak_phase})")
     talk = [collectives_table(profile)] if profile.collectives else []
-    return Group(*parts, phase_table(profile), at_peak, *talk)
+    words = Text(" ".join(explain_peak(profile, strategy)))
+    return Group(*parts, phase_table(profile), at_peak, words, *talk)
 
 
 def _headline(profile: Profile) -> Text:

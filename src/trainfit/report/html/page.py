@@ -1,0 +1,227 @@
+"""The pages: a plan, one rehearsed step, predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from trainfit.profile import Profile, Tier
+from trainfit.report.compare import Comparison, comparison_rows
+from trainfit.report.html.area import Line, area_chart, category_rows, phase_rows
+from trainfit.report.html.markup import Markup, element, joined, table
+from trainfit.report.html.scatter import Kind, Point, scatter
+from trainfit.report.html.strip import tier_rows, tier_strip
+from trainfit.report.html.style import CSS, SCRIPT
+from trainfit.report.peak_words import explain_peak
+from trainfit.report.plan_view import letters, side_rows
+from trainfit.step.strategy import Strategy, describe_strategy
+from trainfit.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from trainfit.plan import Alternative, Plan
+
+_TALLEST = 3  # times what is allowed: a strategy beyond would press the others into one spot
+
+
+def plan_page(plan: Plan) -> Markup:
+    """What was chosen, what it will need and when, and what lost."""
+    title = f"{plan.workload} on {plan.device}"
+    verdict = _verdict(plan.fits, plan.allowed_bytes - plan.predicted.needed_bytes)
+    facts = [
+        ("peak memory", format_bytes(plan.predicted.needed_bytes)),
+        ("allowed", f"{format_bytes(plan.allowed_bytes)} of {format_bytes(plan.budget_bytes)}"),
+        ("time of a step", format_seconds(plan.predicted.step_seconds) if plan.predicted.step_seconds else "-"),
+        ("tokens of a step", format_count(plan.target.tokens_per_step)),
+        ("plain training", format_bytes(plan.plain.peak_bytes)),
+    ]
+    reason = element("p", f"{plan.reason[:1].upper()}{plan.reason[1:]}.")
+    head = ("", "plain training", "chosen" if plan.fits else "smallest found")
+    rows = [(name, plain, chosen) for name, plain, chosen in side_rows(plan)]
+    body = [
+        *_header(title, f"Plan {plan.hash}: {describe_strategy(plan.strategy)}", verdict, facts),
+        reason,
+        *_notes(plan.notes),
+        *_memory_section(plan.predicted, plan.strategy, allowed_bytes=plan.allowed_bytes),
+        *_tier_section(plan.strategy.tiers),
+        *_alternatives_section(plan),
+        element("h2", "Beside plain training"),
+        table(head, rows, caption="Every setting, and what it comes to"),
+    ]
+    return document(f"trainfit: {title}", body)
+
+
+def profile_page(
+    profile: Profile,
+    strategy: Strategy,
+    *,
+    model: str,
+    device: str,
+    seq_len: int,
+    budget_bytes: int,
+    notes: Sequence[str] = (),
+) -> Markup:
+    """One rehearsed step."""
+    left = budget_bytes - profile.needed_bytes
+    facts = [
+        ("peak memory", format_bytes(profile.peak_bytes)),
+        ("usable", format_bytes(budget_bytes)),
+        ("between steps", format_bytes(profile.resident_bytes)),
+        ("time of a step", format_seconds(profile.step_seconds) if profile.step_seconds else "-"),
+    ]
+    about = f"One optimizer step, rehearsed: {describe_strategy(strategy)}, sequences of {seq_len} tokens"
+    body = [
+        *_header(f"{model} on {device}", about, _verdict(left >= 0, left), facts),
+        *_notes(notes),
+        *_memory_section(profile, strategy, allowed_bytes=budget_bytes, limit="usable"),
+        *_tier_section(strategy.tiers),
+    ]
+    return document(f"trainfit: {model} on {device}", body)
+
+
+def comparison_page(
+    comparison: Comparison, strategy: Strategy, *, model: str, device: str, seq_len: int, notes: Sequence[str] = ()
+) -> Markup:
+    """A step as it was predicted and as it was measured."""
+    predicted, measured = comparison.predicted, comparison.measured
+    facts = [
+        ("predicted peak", format_bytes(predicted.peak_bytes)),
+        ("measured peak", format_bytes(measured.peak_bytes)),
+        ("error of the prediction", f"{100 * comparison.relative_error:+.2f} %"),
+    ]
+    about = f"Predicted against measured: {describe_strategy(strategy)}, sequences of {seq_len} tokens"
+    rows = [tuple(map(str, row)) for row in comparison_rows(comparison)]
+    highest = max(predicted.peak_bytes, measured.peak_bytes)
+    pictures = [
+        element("div", element("h3", name), area_chart(profile, [], title=f"{name} memory", highest=highest))
+        for name, profile in (("Predicted", predicted), ("Measured", measured))
+        if profile.timeline
+    ]
+    unnamed = "An allocator knows no names: where measured, all but parameters and optimizer states is one layer."
+    body = [
+        *_header(f"{model} on {device}", about, Markup(""), facts),
+        *_notes(notes),
+        element("h2", "Predicted and measured"),
+        table(("", "predicted", "measured", "error"), rows, caption="The same step, on the same scale below"),
+        element("div", *pictures, class_="pair even"),
+        element("p", unnamed, class_="note"),
+        *(element("p", sentence) for sentence in explain_peak(predicted, strategy)),
+        table(("", "bytes", "share"), category_rows(predicted.categories), caption="At the predicted peak"),
+        *_tier_section(strategy.tiers),
+    ]
+    return document(f"trainfit: {model} on {device}", body)
+
+
+def document(title: str, body: Iterable[str]) -> Markup:
+    """A whole page that needs nothing beside itself."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width,initial-scale=1"),
+        element("title", title),
+        element("style", Markup(CSS)),
+    )
+    foot = element("footer", "Made by trainfit. This page needs no network and holds all its data.")
+    content = element("body", element("main", *body, foot), element("script", Markup(SCRIPT)))
+    return Markup(f"<!DOCTYPE html>\n{element('html', head, content, lang='en')}\n")
+
+
+def _header(title: str, about: str, verdict: Markup, facts: Sequence[tuple[str, str]]) -> list[Markup]:
+    tiles = [element("div", element("dt", name), element("dd", value)) for name, value in facts]
+    return [element("h1", title), element("p", about, class_="sub"), verdict, element("dl", *tiles, class_="facts")]
+
+
+def _verdict(fits: bool, left: int) -> Markup:
+    words = f"Fits, with {format_bytes(left)} to spare." if fits else f"Does not fit: {format_bytes(-left)} too much."
+    return element("p", words, class_="good" if fits else "bad")
+
+
+def _notes(notes: Iterable[str]) -> list[Markup]:
+    return [element("p", f"Note: {note}", class_="note") for note in notes]
+
+
+def _memory_section(
+    profile: Profile, strategy: Strategy, *, allowed_bytes: int, limit: str = "allowed"
+) -> list[Markup]:
+    lines = [Line(limit, allowed_bytes, "allowed")]
+    if profile.reserved_bytes:
+        lines.append(Line("reserved by the allocator", profile.reserved_bytes, "reserved"))
+    tables = [
+        table(("at the peak", "bytes", "share"), category_rows(profile.categories), caption="What is live at the peak"),
+        table(("phase", "highest", "time"), phase_rows(profile), caption="Each phase"),
+    ]
+    words = [element("p", sentence) for sentence in explain_peak(profile, strategy)]
+    picture = [area_chart(profile, lines, title="Memory through the step by category")] if profile.timeline else []
+    watched = _watched(profile, strategy) if profile.timeline else ""
+    return [
+        element("h2", "Memory through the step"),
+        *words,
+        element("div", element("div", *picture), element("div", *tables), class_="pair"),
+        element("p", watched, class_="note") if watched else Markup(""),
+    ]
+
+
+def _watched(profile: Profile, strategy: Strategy) -> str:
+    """What of a window the picture shows; see NOTE [ Micro batches that wait ] in rehearsal/rehearse.py."""
+    steps = strategy.accumulation_steps
+    forwards = sum(phase == "forward" for phase, _ in groupby(moment.phase for moment in profile.timeline))
+    if steps == 1 or strategy.mesh.pipeline > 1 or forwards >= steps:
+        return ""
+    if forwards == 1:
+        return f"The picture shows the last of {steps} micro batches and the update; no other needs more."
+    return f"The picture shows {forwards} of {steps} micro batches, the first and the last among them, and the update."
+
+
+def _tier_section(tiers: Sequence[Tier]) -> list[Markup]:
+    if not tiers:
+        return []
+    rows = tier_rows(tiers)
+    return [
+        element("h2", "Activation tier of each block"),
+        element("div", tier_strip(tiers), class_="stack"),
+        table(
+            ("blocks", "tier", "kept for backward", "computed again"), rows, caption="First to last block", numbers=9
+        ),
+    ]
+
+
+def _alternatives_section(plan: Plan) -> list[Markup]:
+    if not plan.alternatives:
+        return []
+    named = list(zip(letters(len(plan.alternatives)), plan.alternatives))
+    points = [Point(letter, each.step_seconds, each.peak_bytes, _kind(each, plan)) for letter, each in named]
+    chosen = Point(
+        "chosen" if plan.fits else "smallest", plan.predicted.step_seconds, plan.predicted.needed_bytes, "large"
+    )
+    if plan.fits:
+        chosen = Point("chosen", chosen.seconds, chosen.num_bytes, "chosen")
+    plain = Point("plain", plan.plain.step_seconds, plan.plain.peak_bytes, _kind(plan.plain, plan))
+    highest = _TALLEST * max(plan.allowed_bytes, chosen.num_bytes)
+    known = [point for point in (chosen, plain, *points) if point.seconds > 0]
+    shown = [point for point in known if point.num_bytes <= highest]
+    above = ", ".join(f"{point.label} {format_bytes(point.num_bytes)}" for point in known if point not in shown)
+    rows = [_row(letter, each) for letter, each in named]
+    picture = scatter(shown, allowed_bytes=plan.allowed_bytes) if shown else Markup("")
+    words = "Each dot is a strategy: further left is faster, lower needs less. Letters are those of the table."
+    words += f" Far above the picture: {above}." if above else ""
+    return [
+        element("h2", "What lost"),
+        element("p", words, class_="note"),
+        element("div", element("div", picture), element("div", _alternatives_table(rows)), class_="pair even"),
+    ]
+
+
+def _alternatives_table(rows: Sequence[Sequence[str]]) -> Markup:
+    caption = "* rehearsed, the others estimated"
+    head = ("", "strategy and why not", "peak", "step")
+    return table(head, rows, caption=caption, numbers=2)
+
+
+def _row(letter: str, each: Alternative) -> tuple[str, ...]:
+    words = joined([describe_strategy(each.strategy), element("br"), element("b", each.why)])
+    peak = format_bytes(each.peak_bytes) + ("*" if each.rehearsed else "")
+    return letter, words, peak, format_seconds(each.step_seconds) if each.step_seconds else "-"
+
+
+def _kind(each: Alternative, plan: Plan) -> Kind:
+    return "fits" if each.peak_bytes <= plan.allowed_bytes else "large"

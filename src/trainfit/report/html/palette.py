@@ -1,0 +1,38 @@
+"""Colours for people who tell few apart: Okabe and Ito's for categories, one hue by lightness for tiers.
+
+Source: Okabe and Ito, Color Universal Design, 2008 (jfly.uni-koeln.de/color). No picture is told by colour alone: each
+has a legend in the order of its layers, text labels and a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainfit.profile import Category, Tier
+
+# Bottom to top: what stays through the step lies below what comes and goes.
+LAYERS: dict[Category, str] = {
+    "parameters": "#0072b2",
+    "optimizer": "#56b4e9",
+    "gradients": "#009e73",
+    "activations": "#e69f00",
+    "loss": "#cc79a7",
+    "temporary": "#d55e00",
+    "communication": "#f0e442",
+}
+_TIERS: Mapping[str, str] = {
+    "keep": "#cfe3f2",
+    "pointwise": "#8fbddc",
+    "selective": "#7aaed3",
+    "recompute_core": "#b3d2e8",
+    "recompute_attention": "#6ba2cb",
+    "recompute_mlp": "#568fbb",
+    "attention": "#3f7fb0",
+    "full": "#0b3d66",
+}
+_OTHER = "#888888"
+
+
+def tier_colour(tier: Tier) -> str:
+    """Darker is more recomputed."""
+    return _TIERS.get(tier, _OTHER)

@@ -1,0 +1,28 @@
+"""What categories, places and tiers are called in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainfit.profile import Category
+
+NAMES: Mapping[Category, str] = {
+    "parameters": "parameters",
+    "optimizer": "optimizer states",
+    "gradients": "gradients",
+    "activations": "saved activations",
+    "temporary": "temporaries",
+    "loss": "logits and loss",
+    "communication": "communication buffers",
+}
+# Tier: what a block keeps for backward, what it computes again.
+TIER_WORDS: Mapping[str, tuple[str, str]] = {
+    "keep": ("what autograd saves", "nothing"),
+    "pointwise": ("input, outputs of matmuls and attention", "norms, rotations, activation functions, sums"),
+    "attention": ("input, output of attention", "all but attention"),
+    "full": ("input", "everything"),
+    "selective": ("input, attention, every second matmul", "the rest"),
+    "recompute_core": ("all but what attention saves inside", "scaled dot product attention"),
+    "recompute_attention": ("all but what the attention module saves", "the attention module"),
+    "recompute_mlp": ("all but what the mlp module saves", "the mlp module"),
+}
