@@ -61,7 +61,8 @@ def _why(profile: Profile) -> str:
 
 def _beside(profile: Profile, block: int) -> str:
     """What lies beside a block's working set: the largest of what comes and goes through the step."""
-    largest = max(("activations", "gradients", "communication"), key=lambda name: profile.categories.get(name, 0))
+    passing: tuple[Category, ...] = ("activations", "gradients", "communication")
+    largest = max(passing, key=lambda name: profile.categories.get(name, 0))
     if largest == "communication":
         return (
             "whole parameters that were gathered, and a whole gradient that is about to be shared, take their buffers"
