@@ -33,13 +33,13 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory) -> Plan:
-    """One real plan for all tests, since each takes a second."""
+def planned(tmp_path_factory) -> tuple:
+    """What one real plan's _choose gave, for all tests, since each takes a second."""
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.mktemp("plan")
         patch.chdir(path)
         (path / "config.json").write_text(json.dumps(LLAMA))
-        kept: list[Plan] = []
+        kept: list[tuple] = []
         choose = plan_verb._choose
         patch.setattr(plan_verb, "_choose", lambda *args: kept.append(choose(*args)) or kept[0])
         assert main(PLAN) == 0
@@ -49,7 +49,7 @@ def planned(tmp_path_factory) -> Plan:
 @pytest.fixture
 def ready(planned, monkeypatch) -> Plan:
     monkeypatch.setattr(plan_verb, "_choose", lambda *args: planned)
-    return planned
+    return next(each for each in planned if isinstance(each, Plan))
 
 
 def test_stdout_is_the_file_and_nothing_else(ready, capsys):

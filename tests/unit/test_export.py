@@ -17,6 +17,7 @@ from trainfit.errors import RecipeError
 from trainfit.export import SYSTEMS, Job, check_system
 from trainfit.export.base import changed_settings
 from trainfit.export.tiers import Tiers
+from trainfit.hardware.allocator import conf_of
 from trainfit.profile import (
     FROZEN_STORAGES,
     PIPELINE_SCHEDULES,
@@ -24,6 +25,7 @@ from trainfit.profile import (
     STATE_STORAGES,
     TIERS,
     WEIGHT_STORAGES,
+    AllocatorSettings,
     LossScale,
     Mesh,
     OptimizerVariant,
@@ -111,6 +113,7 @@ def strategies(draw) -> Strategy:
             ),
             tensor=TensorParallel(mesh.tensor > 1 and schedule != "interleaved" and pick(False, True)),
             pipeline=Pipeline(schedule, 2 if schedule == "interleaved" else 1),
+            allocator=AllocatorSettings(pick(False, False, True), 0, pick(0.0, 0.8), pick(0, 0, 8)),
         )
     except RecipeError:
         assume(False)
@@ -286,6 +289,19 @@ def test_tiers_in_torchtitans_words(activation, expected):
     assert made["activation_checkpoint"] == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [("cuda", "PYTORCH_CUDA_ALLOC_CONF"), ("npu", "PYTORCH_NPU_ALLOC_CONF"), ("cpu", "allocator")]
+)
+def test_the_allocator_is_set_in_the_environment(kind, said):
+    strategy = Strategy(1, allocator=AllocatorSettings(expandable_segments=True))
+    assert all(said in export(system, strategy, kind).text for system in SYSTEMS)
+    if kind != "cpu":
+        assert parse("trl", export("trl", strategy, kind).text)["env"] == {said: conf_of(strategy.allocator)}
+        text = export("megatron", strategy, kind).text
+        done = subprocess.run(["bash", "-c", f"{text}\nenv"], capture_output=True, text=True, check=True)
+        assert f"{said}={conf_of(strategy.allocator)}\n" in done.stdout
+
+
 def test_residual_weights_are_megatrons_remainders_and_mindspeeds_reused_copies():
     strategy = Strategy(1, precision="bf16", optimizer=OptimizerVariant(weights="bf16_residual"))
     options = arguments_of(export("megatron", strategy).text)
@@ -347,6 +363,7 @@ def test_accelerates_launcher_turns_the_file_into_the_plugin_that_was_meant(acti
 def test_transformers_takes_what_trl_has_from_it(strategy, tmp_path):
     transformers = pytest.importorskip("transformers")
     made = parse("trl", export("trl", strategy, "cpu").text)
+    made.pop("env", None)
     of_trl = {"max_length", "packing", "packing_strategy", "loss_type"}  # SFTConfig's own
     of_model = {"dtype", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type"}  # ModelConfig's
     known = {each.name for each in fields(transformers.TrainingArguments)}

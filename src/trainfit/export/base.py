@@ -50,6 +50,16 @@ class Job:
         return f"trainfit plan {self.plan_hash}: {self.model} on {self.strategy.mesh.size} x {self.device}"
 
     @property
+    def environment(self) -> dict[str, str]:
+        """What the allocator's settings are for a process that has yet to start."""
+        settings = self.strategy.allocator
+        default = type(settings)()
+        named = [(name, value) for name, value in vars(settings).items() if value != getattr(default, name)]
+        if not named or self.kind == "cpu":
+            return {}
+        return {f"PYTORCH_{self.kind.upper()}_ALLOC_CONF": ",".join(f"{name}:{value}" for name, value in named)}
+
+    @property
     def micro_batches_reduce(self) -> bool:
         """Whether gradients are reduced more often than once a step."""
         strategy = self.strategy
@@ -86,6 +96,11 @@ class Draft:
     def express(self, *settings: str) -> None:
         """These have a setting of the same meaning in what is written."""
         self._covered.update(settings)
+
+    def note_environment(self) -> None:
+        """For files that set no variables."""
+        for name, value in self.job.environment.items():
+            self.note(f"allocator: export {name}={value} before the launch", "allocator")
 
     def note(self, text: str, *settings: str) -> None:
         """These have none, or only a near one."""

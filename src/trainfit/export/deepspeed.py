@@ -29,6 +29,7 @@ def deepspeed(job: Job) -> Export:
         **_activation(job, draft),
     }
     _code(job, draft)
+    draft.note_environment()
     notes = draft.notes(SYSTEM)
     text = json.dumps({**settings, "trainfit": {"plan": job.title, "notes": list(notes)}}, indent=2) + "\n"
     return Export("deepspeed", "ds_config.json", text, notes)

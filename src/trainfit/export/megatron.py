@@ -32,11 +32,15 @@ def megatron(job: Job) -> Export:
 
 def shell(name: str, system: str, job: Job, draft: Draft, arguments: Sequence[str]) -> Export:
     """A bash array, one argument a line, without repetitions."""
+    if job.environment:
+        draft.express("allocator")
     notes = draft.notes(system)
     array = f"{name.upper()}_ARGS"
     lead = [f'Use: source FILE; torchrun --nproc-per-node N pretrain_gpt.py "${{{array}[@]}}" MODEL DATA ...']
     body = "".join(f"    {argument}\n" for argument in dict.fromkeys(arguments))
-    return Export(name, f"{name}_args.sh", comments(job.title, lead, notes) + f"{array}=(\n{body})\n", notes)
+    exported = "".join(f"export {variable}={value}\n" for variable, value in job.environment.items())
+    text = comments(job.title, lead, notes) + exported + f"{array}=(\n{body})\n"
+    return Export(name, f"{name}_args.sh", text, notes)
 
 
 def batch(job: Job, draft: Draft) -> Arguments:

@@ -21,6 +21,7 @@ def torchtitan(job: Job) -> Export:
         "parallelism": {**_data_parallel(job, draft), **_model_parallel(job, draft)},
         "activation_checkpoint": _activation(job, draft),
     }
+    draft.note_environment()
     notes = draft.notes(SYSTEM)
     lead = [
         "For torchtitan 0.2.2. Use: --job.config_file FILE, with sections model, lr_scheduler and checkpoint added."

@@ -24,6 +24,9 @@ def trl(job: Job) -> Export:
         **_sharding(job, draft),
         **_activation(job, draft),
     }
+    if job.environment:  # TrlParser sets them before it parses the rest
+        draft.express("allocator")
+        settings = {"env": job.environment, **settings}
     notes = draft.notes(SYSTEM)
     lead = ["Use: trl sft --config FILE, with model_name_or_path, dataset_name, learning_rate and output_dir added."]
     return Export("trl", "sft_config.yaml", comments(job.title, lead, notes) + as_yaml(settings), notes)
