@@ -12,13 +12,14 @@ from tiny_models import TINY_CONFIGS
 from trainfit.errors import DeviceError, RecipeError
 from trainfit.hardware import accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
+from trainfit.plan.choose import _allocator_note, _rehearse_best
 from trainfit.plan.search import Candidate, micro_batch_sizes, search
 from trainfit.plan.variants import MUST_WIN, Tracers, weight_of
-from trainfit.profile import OptimizerVariant
+from trainfit.profile import AllocatorSettings, OptimizerVariant, Profile
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy
 from trainfit.techniques.optimizer import accuracy_of
-from trainfit.units import parse_bytes
+from trainfit.units import format_bytes, parse_bytes
 from trainfit.workload import workload_from_config
 
 LLAMA = workload_from_config(TINY_CONFIGS["llama"], seq_len=128, name="tiny-llama")
@@ -237,3 +238,31 @@ def test_fp16_on_a_device_whose_fused_adamw_does_not_skip():
     assert plan.strategy.optimizer.kernel == "foreach"
     with pytest.raises(RecipeError, match=r"fused AdamW on npu .* optimizer\.kernel: foreach"):
         choose(LLAMA, card, target("4GiB", precision="fp16"))
+
+
+def test_expandable_segments_are_taken_where_only_fragmentation_is_too_much():
+    """The caching allocator's usual segments hold 13 % more than is in use here, expandable ones 3 %."""
+    workload, hardware = LLAMA.with_seq_len(512), find_device("h100")
+    strategy = Strategy(16, tiers=("keep",) * 4)
+    usual = rehearse(workload, strategy, hardware)
+    allowed = (usual.peak_bytes + usual.reserved_bytes) // 2
+    candidate = Candidate(strategy, usual.peak_bytes, 1.0)
+
+    def exact(tried: Strategy) -> Profile:
+        return usual if tried == strategy else rehearse(workload, tried, hardware)
+
+    chosen, profile, rehearsed = _rehearse_best([candidate], allowed, exact, expands=True)
+    assert chosen.strategy == replace(strategy, allocator=AllocatorSettings(expandable_segments=True))
+    assert profile.needed_bytes <= allowed < usual.needed_bytes
+    (note,) = _allocator_note(chosen.strategy, profile, rehearsed, allowed)
+    assert note.startswith("expandable segments: with PyTorch's default ones")
+    assert format_bytes(usual.needed_bytes - allowed) in note
+    kept, _, _ = _rehearse_best([candidate], allowed, exact, expands=False)
+    assert kept.strategy == strategy
+    assert _allocator_note(kept.strategy, usual, {strategy: usual}, allowed) == ()
+
+
+def test_a_target_keeps_its_allocator_settings():
+    settled = target("23MiB", allocator=AllocatorSettings(max_split_size_mb=64))
+    assert Target.from_json(json.loads(json.dumps(settled.to_json()))) == settled
+    assert Target.from_json(json.loads(json.dumps(target("23MiB").to_json()))).allocator is None

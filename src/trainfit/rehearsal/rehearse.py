@@ -65,7 +65,7 @@ def rehearse(
                     micro_batches or [full_micro_batch(workload, strategy) for _ in range(strategy.accumulation_steps)]
                 )
         if micro_batches is not None:
-            return watch_step(step, micro_batches, hardware)
+            return watch_step(step, micro_batches, hardware, late_states=workload.make_optimizer is not None)
         return _watch_full_window(step, workload, hardware)
 
 
@@ -78,18 +78,20 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) 
     """
     strategy = step.strategy
     steps = strategy.accumulation_steps
+    late = workload.make_optimizer is not None
     if strategy.mesh.size == 1:
         if steps > 1:
             for parameter in step.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        return watch_step(step, [full_micro_batch(workload, strategy)], hardware, waiting=steps - 1)
+        return watch_step(step, [full_micro_batch(workload, strategy)], hardware, waiting=steps - 1, late_states=late)
     all_run = strategy.mesh.pipeline > 1
     running = steps if all_run else min(steps, 3)
     batches = [full_micro_batch(workload, strategy) for _ in range(running)]
     with FakeKernels(), model_errors():
         _set_up(step, batches if all_run else [])
-    return watch_step(step, batches, hardware, waiting=steps - running, like=min(1, running - 1))
+    waiting, like = steps - running, min(1, running - 1)
+    return watch_step(step, batches, hardware, waiting=waiting, like=like, late_states=late)
 
 
 def _set_up(step: TrainStep, batches: Sequence[MicroBatch]) -> None:
@@ -151,11 +153,18 @@ def full_micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
 
 
 def watch_step(
-    step: TrainStep, batches: Sequence[MicroBatch], hardware: Hardware, *, waiting: int = 0, like: int = 0
+    step: TrainStep,
+    batches: Sequence[MicroBatch],
+    hardware: Hardware,
+    *,
+    waiting: int = 0,
+    like: int = 0,
+    late_states: bool = False,
 ) -> Profile:
     """Run one step under a tracker.
 
-    waiting: micro batches that do not run, but take memory, and time as batch number `like` does.
+    waiting: micro batches that do not run, but take memory, and time as batch number `like` does. late_states: whether
+    a run's optimizer makes its states in its first update, in what forward and backward left behind.
     """
     tracker = new_tracker(hardware)
     tracker.register(resident_parameters(step), "parameters")
@@ -183,21 +192,24 @@ def watch_step(
     profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like, follow_all=follow_all)
     if on_host:
         return profile
-    reserved = _reserved(in_place_additions(tracker.events), step.strategy.allocator, hardware)
+    late = tracker.storages("optimizer") if late_states else frozenset()
+    reserved = _reserved(in_place_additions(tracker.events), step.strategy.allocator, hardware, late)
     return replace(profile, reserved_bytes=reserved.reserved_bytes, reserved=reserved)
 
 
-def _reserved(events: Sequence[Event], settings: AllocatorSettings, hardware: Hardware) -> Reserved:
+def _reserved(
+    events: Sequence[Event], settings: AllocatorSettings, hardware: Hardware, late: frozenset[int]
+) -> Reserved:
     """What the device's allocator holds. Garbage is collected by what the device has; any other limit would hide how
     much too large a step is."""
     padding = allocation_padding_of(hardware.spec.kind)
     if settings.garbage_collection_threshold:
         limit = int(COLLECTING_FRACTION * hardware.total_bytes)
         try:
-            return reserved_memory(events, settings, padding=padding, limit_bytes=limit)
+            return reserved_memory(events, settings, padding=padding, limit_bytes=limit, late=late)
         except DeviceFullError:
             pass  # it does not fit, and by how much is seen without a limit
-    return reserved_memory(events, settings, padding=padding)
+    return reserved_memory(events, settings, padding=padding, late=late)
 
 
 @contextmanager

@@ -255,6 +255,10 @@ class StorageTracker(TorchDispatchMode):
         entry = self._live.get(first.untyped_storage()._cdata)
         return None if entry is None else entry[0]
 
+    def storages(self, category: Category) -> frozenset[int]:
+        """All that were ever named so."""
+        return frozenset(storage for storage, name in self._names.items() if name == category)
+
     def live_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes, _ in self._live.values())
 
