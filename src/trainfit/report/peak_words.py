@@ -64,9 +64,7 @@ def _beside(profile: Profile, block: int) -> str:
     passing: tuple[Category, ...] = ("activations", "gradients", "communication")
     largest = max(passing, key=lambda name: profile.categories.get(name, 0))
     if largest == "communication":
-        return (
-            "whole parameters that were gathered, and a whole gradient that is about to be shared, take their buffers"
-        )
+        return "gathered parameters and a gradient that is about to be shared take their buffers"
     if largest == "gradients":
         return f"the gradients of {'the blocks after it' if block else 'all blocks'} are there"
     return "what the blocks before it saved is still there"

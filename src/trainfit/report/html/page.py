@@ -64,7 +64,7 @@ def profile_page(
     """One rehearsed step."""
     left = budget_bytes - profile.needed_bytes
     facts = [
-        ("peak memory", format_bytes(profile.peak_bytes)),
+        ("peak memory", format_bytes(profile.needed_bytes)),
         ("usable", format_bytes(budget_bytes)),
         ("between steps", format_bytes(profile.resident_bytes)),
         ("time of a step", format_seconds(profile.step_seconds) if profile.step_seconds else "-"),
