@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from trainfit.profile import Profile, Tier
+from trainfit.profile import Category, Profile, Tier
 from trainfit.report.compare import Comparison, comparison_rows
 from trainfit.report.html.area import Line, area_chart, category_rows, phase_rows
 from trainfit.report.html.markup import Markup, element, joined, table
 from trainfit.report.html.scatter import Kind, Point, scatter
 from trainfit.report.html.strip import tier_rows, tier_strip
 from trainfit.report.html.style import CSS, SCRIPT
+from trainfit.report.names import NAMES
 from trainfit.report.peak_words import explain_peak
 from trainfit.report.plan_view import letters, side_rows
 from trainfit.step.strategy import Strategy, describe_strategy
@@ -92,19 +93,19 @@ def comparison_page(
     about = f"Predicted against measured: {describe_strategy(strategy)}, sequences of {seq_len} tokens"
     rows = [tuple(map(str, row)) for row in comparison_rows(comparison)]
     highest = max(predicted.peak_bytes, measured.peak_bytes)
+    unnamed: Mapping[Category, str] = {**NAMES, "temporary": "all else"}
     pictures = [
-        element("div", element("h3", name), area_chart(profile, [], title=f"{name} memory", highest=highest))
-        for name, profile in (("Predicted", predicted), ("Measured", measured))
+        element("div", element("h3", name), area_chart(profile, [], title=name, highest=highest, names=names))
+        for name, profile, names in (("Predicted", predicted, NAMES), ("Measured", measured, unnamed))
         if profile.timeline
     ]
-    unnamed = "An allocator knows no names: where measured, all but parameters and optimizer states is one layer."
     body = [
         *_header(f"{model} on {device}", about, Markup(""), facts),
         *_notes(notes),
         element("h2", "Predicted and measured"),
         table(("", "predicted", "measured", "error"), rows, caption="The same step, on the same scale below"),
         element("div", *pictures, class_="pair even"),
-        element("p", unnamed, class_="note"),
+        element("p", "An allocator knows no names: what it cannot tell is one layer.", class_="note"),
         *(element("p", sentence) for sentence in explain_peak(predicted, strategy)),
         table(("", "bytes", "share"), category_rows(predicted.categories), caption="At the predicted peak"),
         *_tier_section(strategy.tiers),
