@@ -16,6 +16,7 @@ from trainfit.report.html.style import CSS, SCRIPT
 from trainfit.report.names import NAMES
 from trainfit.report.peak_words import explain_peak
 from trainfit.report.plan_view import letters, side_rows
+from trainfit.report.profile_view import reserved_words
 from trainfit.step.strategy import Strategy, describe_strategy
 from trainfit.units import format_bytes, format_count, format_seconds
 
@@ -30,7 +31,7 @@ def plan_page(plan: Plan) -> Markup:
     title = f"{plan.workload} on {plan.device}"
     verdict = _verdict(plan.fits, plan.allowed_bytes - plan.predicted.needed_bytes)
     facts = [
-        ("peak memory", format_bytes(plan.predicted.needed_bytes)),
+        ("memory needed", format_bytes(plan.predicted.needed_bytes)),
         ("allowed", f"{format_bytes(plan.allowed_bytes)} of {format_bytes(plan.budget_bytes)}"),
         ("time of a step", format_seconds(plan.predicted.step_seconds) if plan.predicted.step_seconds else "-"),
         ("tokens of a step", format_count(plan.target.tokens_per_step)),
@@ -65,7 +66,7 @@ def profile_page(
     """One rehearsed step."""
     left = budget_bytes - profile.needed_bytes
     facts = [
-        ("peak memory", format_bytes(profile.needed_bytes)),
+        ("memory needed", format_bytes(profile.needed_bytes)),
         ("usable", format_bytes(budget_bytes)),
         ("between steps", format_bytes(profile.resident_bytes)),
         ("time of a step", format_seconds(profile.step_seconds) if profile.step_seconds else "-"),
@@ -152,6 +153,8 @@ def _memory_section(
         table(("phase", "highest", "time"), phase_rows(profile), caption="Each phase"),
     ]
     words = [element("p", sentence) for sentence in explain_peak(profile, strategy)]
+    if profile.reserved is not None:
+        words.append(element("p", f"{reserved_words(profile.reserved)}."))
     picture = [area_chart(profile, lines, title="Memory through the step by category")] if profile.timeline else []
     watched = _watched(profile, strategy) if profile.timeline else ""
     return [
