@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from itertools import zip_longest
 
-from trainfit.profile import Category, Profile
+from trainfit.errors import RecipeError
+from trainfit.profile import Category, OptimizerVariant, Profile
 from trainfit.report.names import NAMES
 from trainfit.step.strategy import Strategy
 from trainfit.units import format_bytes
@@ -24,7 +27,7 @@ def explain_peak(profile: Profile, strategy: Strategy | None = None) -> list[str
 
 def _where(profile: Profile) -> str:
     place, _, operator = profile.peak_place.rpartition(", ")
-    inside = f" of {place}" if place else ""
+    inside = f" of {'' if place.startswith('block') else 'the '}{place}" if place else ""
     running = f", while {operator} runs" if operator else ""
     return f"The peak, {format_bytes(profile.peak_bytes)}, comes in the {profile.peak_phase} phase{inside}{running}."
 
@@ -64,9 +67,7 @@ def _beside(profile: Profile, block: int) -> str:
     passing: tuple[Category, ...] = ("activations", "gradients", "communication")
     largest = max(passing, key=lambda name: profile.categories.get(name, 0))
     if largest == "communication":
-        return (
-            "whole parameters that were gathered, and a whole gradient that is about to be shared, take their buffers"
-        )
+        return "gathered parameters and a gradient that is about to be shared take their buffers"
     if largest == "gradients":
         return f"the gradients of {'the blocks after it' if block else 'all blocks'} are there"
     return "what the blocks before it saved is still there"
@@ -83,23 +84,32 @@ def _of_parameters(strategy: Strategy) -> Iterator[str]:
     if strategy.zero.stage < 3 and strategy.mesh.data > 1:
         yield "share parameters over devices (ZeRO 3)"
     if strategy.optimizer.weights == "fp32":
-        yield "half weights (such as weights=bf16_residual)"
+        yield from _variant(strategy, "weights of 2 bytes, at some accuracy", weights="bf16_stochastic")
 
 
 def _of_optimizer(strategy: Strategy) -> Iterator[str]:
     if strategy.optimizer.states == "fp32":
-        yield "optimizer states of 8 bits (states=int8)"
+        yield from _variant(strategy, "optimizer states of 8 bits", states="int8")
     if strategy.zero.stage < 1 and strategy.mesh.data > 1:
         yield "share optimizer states over devices (ZeRO 1)"
-    if strategy.optimizer.place == "device":
-        yield "optimizer states in host memory (place=host)"
+    yield from _variant(strategy, "optimizer states in host memory", place="host")
 
 
 def _of_gradients(strategy: Strategy) -> Iterator[str]:
     if strategy.zero.stage < 2 and strategy.mesh.data > 1:
         yield "share gradients over devices (ZeRO 2)"
-    if strategy.optimizer.update == "step" and strategy.accumulation_steps == 1:
-        yield "the update in backward, which drops each gradient (update=backward)"
+    yield from _variant(strategy, "gradients of 2 bytes", gradients="half")
+    yield from _variant(strategy, "the update in backward, which drops each gradient", update="backward")
+
+
+def _variant(strategy: Strategy, words: str, **change: str) -> Iterator[str]:
+    """A change of the optimizer, where it is one and the rest of the strategy allows it."""
+    changed: OptimizerVariant = replace(strategy.optimizer, **change)  # type: ignore[arg-type]
+    if changed == strategy.optimizer:
+        return
+    with suppress(RecipeError):
+        replace(strategy, optimizer=changed)
+        yield f"{words} ({', '.join(f'{key}={value}' for key, value in change.items())})"
 
 
 def _of_activations(strategy: Strategy) -> Iterator[str]:

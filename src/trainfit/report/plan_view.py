@@ -37,7 +37,7 @@ def plan_view(plan: Plan) -> RenderableType:
 def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
     """What is set and what it comes to: name, plain training, chosen."""
     both, seq_len = (plan.plain.strategy, plan.strategy), plan.target.seq_len
-    peaks, seconds = (plan.plain.peak_bytes, plan.predicted.peak_bytes), (plan.plain, plan.predicted)
+    peaks, seconds = (plan.plain.peak_bytes, plan.predicted.needed_bytes), (plan.plain, plan.predicted)
     rows: list[tuple[str, Iterable[str]]] = [
         ("micro batch", (f"{s.micro_batch_size} x {seq_len} tokens" for s in both)),
         ("accumulation", (str(s.accumulation_steps) for s in both)),
@@ -46,6 +46,7 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("activation", (format_tiers(s.tiers) for s in both)),
         ("loss chunks", (str(s.loss_chunks) for s in both)),
         ("peak memory", (format_bytes(peak) for peak in peaks)),
+        ("of it allocated", ("-", format_bytes(plan.predicted.peak_bytes)) if plan.predicted.reserved_bytes else ()),
         ("step time", (format_seconds(each.step_seconds) if each.step_seconds else "-" for each in seconds)),
     ]
     found = ((name, tuple(values)) for name, values in rows)
@@ -54,7 +55,7 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _sides(plan: Plan) -> Table:
     made = table("", "plain training", "chosen" if plan.fits else "smallest found")
-    peaks = (plan.plain.peak_bytes, plan.predicted.peak_bytes)
+    peaks = (plan.plain.peak_bytes, plan.predicted.needed_bytes)
     for name, *values in side_rows(plan):
         if name == "peak memory":
             made.add_row(name, *(Text(v, style=f"bold {_colour(p, plan)}") for v, p in zip(values, peaks)))

@@ -29,7 +29,14 @@ class Line:
     style: str
 
 
-def area_chart(profile: Profile, lines: Sequence[Line], *, title: str, highest: int | None = None) -> Markup:
+def area_chart(
+    profile: Profile,
+    lines: Sequence[Line],
+    *,
+    title: str,
+    highest: int | None = None,
+    names: Mapping[Category, str] = NAMES,
+) -> Markup:
     """The picture, its legend and axes. highest: bytes that the axis reaches, to compare pictures."""
     moments = profile.timeline
     near = [line for line in lines if line.num_bytes <= _FAR_ABOVE * profile.peak_bytes]
@@ -40,7 +47,7 @@ def area_chart(profile: Profile, lines: Sequence[Line], *, title: str, highest: 
     peak = peak_index(moments)
     shapes = [
         *(_grid(tick) for tick in ticks),
-        *_layers(moments, layers, at, axis),
+        *_layers(moments, layers, at, axis, names),
         *(_border(at[begin]) for begin, _, _ in list(_stretches(moments))[1:]),
         *(_limit(line, axis) for line in near),
         *_peak_mark(at[peak], axis.at(moments[peak].total_bytes)),
@@ -59,7 +66,7 @@ def area_chart(profile: Profile, lines: Sequence[Line], *, title: str, highest: 
     holder = element("div", *plot, class_="plot area", data_moments=json.dumps(data, separators=(",", ":")))
     reading = element("p", class_="reading", hidden="")
     return element(
-        "div", holder, element("p", time_name, class_="axis"), reading, _legend(layers, lines), class_="chart"
+        "div", holder, element("p", time_name, class_="axis"), reading, _legend(layers, lines, names), class_="chart"
     )
 
 
@@ -77,7 +84,13 @@ def _course(moments: Sequence[Moment]) -> tuple[list[float], list[Tick], str]:
     return [axis.at(moment.seconds) for moment in moments], ticks, "time"
 
 
-def _layers(moments: Sequence[Moment], layers: Sequence[Category], at: Sequence[float], axis: Axis) -> Iterator[Markup]:
+def _layers(
+    moments: Sequence[Moment],
+    layers: Sequence[Category],
+    at: Sequence[float],
+    axis: Axis,
+    names: Mapping[Category, str],
+) -> Iterator[Markup]:
     below = [0] * len(moments)
     for name in layers:
         above = [low + moment.categories.get(name, 0) for low, moment in zip(below, moments)]
@@ -85,7 +98,7 @@ def _layers(moments: Sequence[Moment], layers: Sequence[Category], at: Sequence[
         lower = [_point(x, axis.at(size)) for x, size in zip(at, below)]
         points = " ".join([*upper, *reversed(lower)])
         yield element(
-            "polygon", element("title", NAMES[name]), points=points, fill=LAYERS[name], class_="layer", data_layer=name
+            "polygon", element("title", names[name]), points=points, fill=LAYERS[name], class_="layer", data_layer=name
         )
         below = above
 
@@ -149,10 +162,10 @@ def _phase_names(moments: Sequence[Moment], at: Sequence[float]) -> Iterator[Mar
         yield element("span", name, class_="phase", title=phase, style=style)
 
 
-def _legend(layers: Sequence[Category], lines: Sequence[Line]) -> Markup:
+def _legend(layers: Sequence[Category], lines: Sequence[Line], names: Mapping[Category, str]) -> Markup:
     """In the order of the layers, from the top."""
     made = [
-        element("li", element("i", class_="chip", style=f"background:{LAYERS[name]}"), NAMES[name])
+        element("li", element("i", class_="chip", style=f"background:{LAYERS[name]}"), names[name])
         for name in reversed(layers)
     ]
     for line in lines:

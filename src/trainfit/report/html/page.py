@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from trainfit.profile import Profile, Tier
+from trainfit.profile import Category, Profile, Tier
 from trainfit.report.compare import Comparison, comparison_rows
 from trainfit.report.html.area import Line, area_chart, category_rows, phase_rows
 from trainfit.report.html.markup import Markup, element, joined, table
 from trainfit.report.html.scatter import Kind, Point, scatter
 from trainfit.report.html.strip import tier_rows, tier_strip
 from trainfit.report.html.style import CSS, SCRIPT
+from trainfit.report.names import NAMES
 from trainfit.report.peak_words import explain_peak
 from trainfit.report.plan_view import letters, side_rows
+from trainfit.report.profile_view import reserved_words
 from trainfit.step.strategy import Strategy, describe_strategy
 from trainfit.units import format_bytes, format_count, format_seconds
 
@@ -29,7 +31,7 @@ def plan_page(plan: Plan) -> Markup:
     title = f"{plan.workload} on {plan.device}"
     verdict = _verdict(plan.fits, plan.allowed_bytes - plan.predicted.needed_bytes)
     facts = [
-        ("peak memory", format_bytes(plan.predicted.needed_bytes)),
+        ("memory needed", format_bytes(plan.predicted.needed_bytes)),
         ("allowed", f"{format_bytes(plan.allowed_bytes)} of {format_bytes(plan.budget_bytes)}"),
         ("time of a step", format_seconds(plan.predicted.step_seconds) if plan.predicted.step_seconds else "-"),
         ("tokens of a step", format_count(plan.target.tokens_per_step)),
@@ -64,7 +66,7 @@ def profile_page(
     """One rehearsed step."""
     left = budget_bytes - profile.needed_bytes
     facts = [
-        ("peak memory", format_bytes(profile.peak_bytes)),
+        ("memory needed", format_bytes(profile.needed_bytes)),
         ("usable", format_bytes(budget_bytes)),
         ("between steps", format_bytes(profile.resident_bytes)),
         ("time of a step", format_seconds(profile.step_seconds) if profile.step_seconds else "-"),
@@ -92,19 +94,19 @@ def comparison_page(
     about = f"Predicted against measured: {describe_strategy(strategy)}, sequences of {seq_len} tokens"
     rows = [tuple(map(str, row)) for row in comparison_rows(comparison)]
     highest = max(predicted.peak_bytes, measured.peak_bytes)
+    unnamed: Mapping[Category, str] = {**NAMES, "temporary": "all else"}
     pictures = [
-        element("div", element("h3", name), area_chart(profile, [], title=f"{name} memory", highest=highest))
-        for name, profile in (("Predicted", predicted), ("Measured", measured))
+        element("div", element("h3", name), area_chart(profile, [], title=name, highest=highest, names=names))
+        for name, profile, names in (("Predicted", predicted, NAMES), ("Measured", measured, unnamed))
         if profile.timeline
     ]
-    unnamed = "An allocator knows no names: where measured, all but parameters and optimizer states is one layer."
     body = [
         *_header(f"{model} on {device}", about, Markup(""), facts),
         *_notes(notes),
         element("h2", "Predicted and measured"),
         table(("", "predicted", "measured", "error"), rows, caption="The same step, on the same scale below"),
         element("div", *pictures, class_="pair even"),
-        element("p", unnamed, class_="note"),
+        element("p", "An allocator knows no names: what it cannot tell is one layer.", class_="note"),
         *(element("p", sentence) for sentence in explain_peak(predicted, strategy)),
         table(("", "bytes", "share"), category_rows(predicted.categories), caption="At the predicted peak"),
         *_tier_section(strategy.tiers),
@@ -151,6 +153,8 @@ def _memory_section(
         table(("phase", "highest", "time"), phase_rows(profile), caption="Each phase"),
     ]
     words = [element("p", sentence) for sentence in explain_peak(profile, strategy)]
+    if profile.reserved is not None:
+        words.append(element("p", f"{reserved_words(profile.reserved)}."))
     picture = [area_chart(profile, lines, title="Memory through the step by category")] if profile.timeline else []
     watched = _watched(profile, strategy) if profile.timeline else ""
     return [
