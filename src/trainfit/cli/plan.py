@@ -88,7 +88,7 @@ def _choose(
     hardware: Hardware,
     say: Say,
 ) -> Plan:
-    from trainfit.cli.setup import choose_budget, choose_precision, open_workload, recipe_target
+    from trainfit.cli.setup import choose_budget, choose_precision, open_workload, recipe_target, time_notes
     from trainfit.plan import Target, choose
     from trainfit.plan.layout import default_layouts
 
@@ -106,7 +106,7 @@ def _choose(
         target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, default_layouts(hardware.count))
     norm = recipe.max_grad_norm if recipe else 1.0
     made = choose(workload, hardware, target, max_grad_norm=norm, on_progress=say)
-    return replace(made, notes=(*budget_notes, *precision_notes, *made.notes))
+    return replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
 
 
 def _tokens(text: str | None, recipe: Recipe | None) -> int:

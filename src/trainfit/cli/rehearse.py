@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -26,7 +27,7 @@ def rehearse(
     """
     check_range("--rank", rank, 0, options.devices - 1)
     with status(notes(), "Importing torch") as say:
-        from trainfit.cli.setup import find_hardware, open_recipe, prepare
+        from trainfit.cli.setup import find_hardware, open_recipe, prepare, time_notes
         from trainfit.rehearsal import rehearse as run_rehearsal
         from trainfit.report import profile_view
 
@@ -36,6 +37,7 @@ def rehearse(
         setup = prepare(options, recipe, hardware, say)
         say(f"Rehearsing one step of {setup.workload.name}")
         profile = run_rehearsal(setup.workload, setup.strategy, hardware, rank=rank, max_grad_norm=setup.max_grad_norm)
+    setup = replace(setup, notes=(*setup.notes, *time_notes(hardware)))
     budget_bytes = (recipe and recipe.memory) or hardware.usable_bytes
     view = profile_view(profile, budget_bytes=budget_bytes)
     print_answer(setup, hardware, "one optimizer step, rehearsed", view, profile.to_json(), json=json)

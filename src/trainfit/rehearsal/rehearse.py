@@ -18,7 +18,10 @@ from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
 from trainfit.hardware.ranks import fake_process_group
 from trainfit.hardware.runtime import distributed_backend_of, rehearsed
 from trainfit.profile import Mesh, Phase, Profile
-from trainfit.rehearsal.operators import FakeKernels, OperatorCost
+from trainfit.rehearsal.certainty import with_certainty
+from trainfit.rehearsal.links import Links
+from trainfit.rehearsal.operator_cost import OperatorCost
+from trainfit.rehearsal.operators import FakeKernels
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.tracker import StorageTracker
 from trainfit.step import Strategy, TrainStep, build_step
@@ -170,7 +173,12 @@ def watch_step(
     step.observer = observe
     with tracker, model_errors():
         step(batches)
-    return tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like)
+    strategy = step.strategy
+    profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like)
+    ids = sum(batch.inputs.numel() for batch in batches) + waiting * batches[0].inputs.numel()
+    total = tracker.clock.total(waiting=waiting, like=like)
+    tokens = ids * strategy.mesh.data
+    return with_certainty(profile, total, hardware.spec, strategy.precision, tokens=tokens)
 
 
 @contextmanager
@@ -192,12 +200,11 @@ def new_tracker(hardware: Hardware) -> StorageTracker:
     """A tracker that rounds, costs and looks into operators as the device does."""
     spec = hardware.spec
     on_host = spec.kind == "cpu"
-    link = spec.link_bandwidth
     return StorageTracker(
         rounding=spec.allocation_granularity,
         cost=operator_cost(hardware),
         inside_operators=on_host,
-        clock=StepClock(link_bandwidth=link.value if link else None, overlaps=not on_host),
+        clock=StepClock(links=Links.of(spec), overlaps=not on_host),
     )
 
 
@@ -211,12 +218,16 @@ def optimizer_states(step: TrainStep) -> list[Tensor]:
 
 
 def operator_cost(hardware: Hardware) -> OperatorCost:
-    """The device's roofline, with the share of its peak that large matmuls reach."""
+    """What is known of the device's speed: its calibration, or else its data sheet and what is reached of it."""
     spec = hardware.spec
     return OperatorCost(
         flops_per_second={
             precision: figure.value * 1e12 * spec.efficiency.value for precision, figure in spec.tflops.items()
         },
-        bytes_per_second=spec.memory_bandwidth.value,
+        bytes_per_second=spec.memory_bandwidth.value * spec.memory_efficiency.value,
         launch_seconds=spec.launch_seconds.value,
+        attention=(spec.attention_forward.value, spec.attention_backward.value),
+        host_bytes_per_second=spec.host_bandwidth.value,
+        calibration=spec.calibration,
+        runs_ahead=not hardware.is_host,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,18 +23,13 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainfit.hardware.host import HOST_BYTES_PER_SECOND
 from trainfit.hardware.host_scope import is_on_host
 from trainfit.profile import CATEGORIES, Category, Phase, Profile
 from trainfit.rehearsal.collectives import call_of, tally
 from trainfit.rehearsal.events import Event, in_place_additions, replay
-from trainfit.rehearsal.operators import (
-    OperatorCost,
-    fake_result,
-    is_unknown_number,
-    leaves_to_its_handler,
-    temporary_bytes,
-)
+from trainfit.rehearsal.flops import model_flops
+from trainfit.rehearsal.operator_cost import OperatorCost, is_recompute
+from trainfit.rehearsal.operators import fake_result, is_unknown_number, leaves_to_its_handler, temporary_bytes
 from trainfit.rehearsal.timeline import StepClock
 
 _ADD = torch.ops.aten.add.Tensor
@@ -165,8 +160,8 @@ class StorageTracker(TorchDispatchMode):
         """It takes the device no bytes, but its time: it waits."""
         output = fake_result(func, args, kwargs)
         if self.cost is not None:
-            host = replace(self.cost, bytes_per_second=HOST_BYTES_PER_SECOND, launch_seconds=0.0)
-            self.clock.runs(self.phase, func._schema.name, (), host.seconds(func, args, kwargs, output))
+            time = self.cost.on_host(func, args, kwargs, output)
+            self.clock.runs(self.phase, func._schema.name, (), time.seconds, time.bound)
         return output
 
     def _name_by_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -181,11 +176,13 @@ class StorageTracker(TorchDispatchMode):
                 self._names.setdefault(storage, "communication")
             self.clock.communicates(self.phase, self._operator, call, storages)
         elif self.cost is not None:
-            seconds = self.cost.seconds(func, args, kwargs, output)
+            time = self.cost.time(func, args, kwargs, output)
             touched: list[int] = []
             if self.clock.watches and not func.is_view:
                 touched = [self._track(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))]
-            self.clock.runs(self.phase, self._operator, touched, seconds)
+            self.clock.runs(self.phase, self._operator, touched, time.seconds, time.bound)
+            if not is_recompute():
+                self.clock.computes(model_flops(func, args, kwargs, output))
 
     def _passing(self, num_bytes: int) -> None:
         for change in (num_bytes, -num_bytes):
@@ -219,7 +216,7 @@ class StorageTracker(TorchDispatchMode):
         waiting: micro batches that did not run, but take the time and the collectives of micro batch number `like`.
         """
         total = self.clock.total(waiting=waiting, like=like)
-        collectives = tally(total.calls, self.clock.link_bandwidth)
+        collectives = tally(total.calls, self.clock.links)
         events = in_place_additions(self.events)
         phases, peak = replay(events)
         assert peak.event is not None

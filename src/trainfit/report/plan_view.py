@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.report.pieces import bar, table
+from trainfit.report.profile_view import speed_words
 from trainfit.step.strategy import Strategy, describe_variant, format_tiers
 from trainfit.units import format_bytes, format_seconds
 
@@ -26,9 +27,10 @@ def plan_view(plan: Plan) -> RenderableType:
         ("Plan ", "bold"), (plan.hash, "bold cyan"), f" for {plan.workload} on {plan.device} within ",
         (format_bytes(plan.budget_bytes), "bold"), f", {left_free} of it left free",
     )  # fmt: skip
+    speed = [Text(words)] if (words := speed_words(plan.predicted)) else []
     reason = [Text(f"{plan.reason[:1].upper()}{plan.reason[1:]}.")] if plan.fits else []
     notes = [Text(f"note: {note}", style="yellow") for note in plan.notes]
-    return Group(title, _sides(plan), *reason, *notes)
+    return Group(title, _sides(plan), *speed, *reason, *notes)
 
 
 def _sides(plan: Plan) -> Table:

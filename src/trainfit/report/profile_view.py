@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from trainfit.profile import PHASES, Profile
-from trainfit.report.pieces import bar, memory_bars, table
-from trainfit.units import format_bytes, format_seconds
+from trainfit.report.pieces import bar, memory_bars, ranged, share, table
+from trainfit.units import format_bytes, format_count, format_seconds
 
 
 def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> RenderableType:
@@ -17,6 +17,8 @@ def profile_view(profile: Profile, *, budget_bytes: int | None = None) -> Render
     parts: list[RenderableType] = [_headline(profile)]
     if budget_bytes is not None:
         parts.append(_budget_line(profile.peak_bytes, budget_bytes))
+    if (speed := speed_words(profile)) is not None:
+        parts.append(Text(speed))
     at_peak = memory_bars(profile.categories, title=f"At the peak ({profile.peak_phase})")
     talk = [collectives_table(profile)] if profile.collectives else []
     return Group(*parts, phase_table(profile), at_peak, *talk)
@@ -30,9 +32,22 @@ def _headline(profile: Profile) -> Text:
     place = profile.peak_place
     text.append(f" ({place})" if place else "")
     text.append(f"; {format_bytes(profile.resident_bytes)} between steps")
-    if profile.step_seconds:
+    if profile.step_seconds and not profile.step_seconds_high:
         text.append(f"; {format_seconds(profile.step_seconds)} a step")
     return text
+
+
+def speed_words(profile: Profile) -> str | None:
+    """Time of a step, tokens a second of all devices and MFU, each with its range; None where nobody predicted them."""
+    if not profile.step_seconds_high or profile.tokens_per_second is None:
+        return None
+    low, high = profile.step_seconds_low, profile.step_seconds_high
+    words = [f"step {ranged(profile.step_seconds, low, high, format_seconds)}"]
+    tokens = profile.tokens_per_second
+    words.append(f"{ranged(tokens.expected, tokens.low, tokens.high, format_count)} tokens/s")
+    if profile.mfu is not None:
+        words.append(f"MFU {ranged(profile.mfu.expected, profile.mfu.low, profile.mfu.high, share)}")
+    return "; ".join(words)
 
 
 def _budget_line(peak_bytes: int, budget_bytes: int) -> Text:
