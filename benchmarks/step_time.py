@@ -1,8 +1,9 @@
-"""Predicted against measured step time: benchmarks/fair.sh python benchmarks/step_time.py [--rounds N]
+"""Predicted against measured step time: benchmarks/fair.sh python benchmarks/step_time.py FILE.json [--rounds N]
 
-Three small models, thirty strategies of each, one thread. The machine is calibrated first; --stored takes what
-`trainfit devices --calibrate` has stored. Every strategy of a model runs one step in turn, round after round; its time is the
-least of the rounds, in the processor's seconds of this thread: what other processes take of the core is not in them.
+Three small models, thirty strategies of each, one thread; the prediction reads what `trainfit devices --calibrate` has
+stored. Every strategy of a model runs one step in turn, N rounds; its time is the least of all rounds, in the
+processor's seconds of this thread: what other processes take of the core is not in them. Seconds are kept in the file,
+to which more rounds are added by running it again, so that a noisy hour does not decide. --rounds 0 only reports.
 The error of two strategies of a model is how far the ratio of predicted times is from that of measured ones.
 """
 
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from trainfit.hardware import Hardware, accelerator, this_machine
-from trainfit.hardware.local import with_calibration
-from trainfit.hardware.microbenchmarks import calibrate
 from trainfit.profile import OptimizerVariant, Profile
 from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.measure import random_window
@@ -102,11 +104,7 @@ def strategies(num_blocks: int) -> list[Strategy]:
 class Case:
     strategy: Strategy
     predicted: Profile
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def measured(self) -> float:
-        return min(self.seconds)
+    measured: float
 
     @property
     def error(self) -> float:
@@ -117,24 +115,30 @@ def workload_of(name: str) -> Workload:
     return workload_from_config(MODELS[name], seq_len=SEQ_LEN, name=name)
 
 
-def run(workload: Workload, hardware: Hardware, rounds: int) -> list[Case]:
-    cases, steps = [], []
+def measure(workload: Workload, rounds: int) -> list[float]:
+    """The least seconds of a step of each strategy."""
+    steps = []
     for strategy in strategies(len(workload.anatomy().blocks)):
-        cases.append(Case(strategy, rehearse(workload, strategy, hardware)))
         torch.manual_seed(0)
         step = build_step(workload, strategy, accelerator("cpu"))
         window = random_window(workload, strategy, seed=0)
         step(window)
         steps.append((step, window))
+    least = [math.inf] * len(steps)
     gc.collect()
     gc.disable()
     for _ in range(rounds):
-        for case, (step, window) in zip(cases, steps):
+        for position, (step, window) in enumerate(steps):
             begin = time.thread_time()
             step(window)
-            case.seconds.append(time.thread_time() - begin)
+            least[position] = min(least[position], time.thread_time() - begin)
     gc.enable()
-    return cases
+    return least
+
+
+def predict(workload: Workload, hardware: Hardware, seconds: Sequence[float]) -> list[Case]:
+    found = strategies(len(workload.anatomy().blocks))
+    return [Case(each, rehearse(workload, each, hardware), least) for each, least in zip(found, seconds, strict=True)]
 
 
 def pair_errors(cases: Sequence[Case]) -> list[float]:
@@ -162,17 +166,29 @@ def table_of(name: str, cases: Sequence[Case]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--stored", action="store_true")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    kept: dict[str, list[float]] = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
+    if arguments.rounds:
+        for name in arguments.models:
+            found = measure(workload_of(name), arguments.rounds)
+            kept[name] = [min(pair) for pair in zip(found, kept.get(name, found), strict=True)]
+            arguments.file.write_text(json.dumps(kept))
+        return 0
+    return report({name: seconds for name, seconds in kept.items() if name in arguments.models})
+
+
+def report(kept: Mapping[str, Sequence[float]]) -> int:
     hardware = this_machine("cpu")
-    if not arguments.stored:
-        hardware = replace(hardware, spec=with_calibration(hardware.spec, calibrate(accelerator("cpu"))))
+    if hardware.spec.calibration is None:
+        sys.exit("calibrate first, in the same environment: benchmarks/fair.sh python -m trainfit devices --calibrate")
+    print(f"Prediction {hardware.spec.calibration.source}")
     console, errors = Console(width=120), []
-    for name in arguments.models:
-        cases = run(workload_of(name), hardware, arguments.rounds)
+    for name, seconds in kept.items():
+        cases = predict(workload_of(name), hardware, seconds)
         errors += (found := pair_errors(cases))
         console.print(table_of(name, cases))
         print(_summary(name, found))

@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 # What these write they do not read first.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "set_", "normal_", "uniform_"})
+# Its schema says that it changes the gradients, which it does only where it unscales them.
+_ONLY_READS = frozenset({("_fused_adamw_", "grads")})
 # Of the argument at this position only as many elements are read as the output has: rows picked by an index.
 _PICKS: Mapping[str, int] = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0}
 
@@ -31,7 +33,8 @@ def traffic_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
             if _PICKS.get(name) == position:
                 continue
             overwritten = writes and (name in _OVERWRITES or argument.is_out)
-            total += num_bytes(tensor) * (2 if writes and not overwritten else 1)
+            once = overwritten or not writes or (name, argument.name) in _ONLY_READS
+            total += num_bytes(tensor) * (1 if once else 2)
     made = [tensor for tensor in tensors_of(output) if id(tensor) not in written]
     return total + sum(num_bytes(tensor) * (2 if name in _PICKS else 1) for tensor in made)
 
