@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Phase = Literal["forward", "loss", "backward", "optimizer", "save"]
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "communication", "loss"]
@@ -214,6 +214,14 @@ class Layout:
     pipeline: Pipeline = Pipeline()
 
 
+class Range(NamedTuple):
+    """A figure and where it should lie."""
+
+    low: float
+    expected: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Reserved:
     """What a device's caching allocator holds over the steps of a run, and why it holds more than is in use.
@@ -277,6 +285,11 @@ class Profile:
     reserved: what that consists of; None where nobody replayed it.
     timeline: what was live through the step, or through those of its micro batches that were watched; the peak is one
         of its moments. Empty where nobody followed it.
+    step_seconds_low, step_seconds_high: where the step's time should lie, by how sure the figures are that it was
+        predicted from; 0.0 where it was measured.
+    tokens: of one step, of all ranks together. model_flops: what the model asks this rank to compute in one step,
+        recomputation left out and causal attention counted by half. peak_flops_per_second: of the device, by its data
+        sheet, in the precision of the step. 0 where nobody counted.
     collectives: by kind: all_gather, reduce_scatter, all_reduce, send, ...; empty where nobody counted.
     communication_seconds: what the links need for all of them. exposed_communication_seconds: as much of it as no
         computation hides, which is part of step_seconds.
@@ -297,6 +310,27 @@ class Profile:
     reserved_bytes: int = 0
     reserved: Reserved | None = None
     timeline: tuple[Moment, ...] = ()
+    step_seconds_low: float = 0.0
+    step_seconds_high: float = 0.0
+    tokens: int = 0
+    model_flops: float = 0.0
+    peak_flops_per_second: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> Range | None:
+        """Of all ranks together; None where tokens or seconds are not known."""
+        return self._each_second(self.tokens)
+
+    @property
+    def mfu(self) -> Range | None:
+        """Model FLOPs utilisation: the share of the peak that goes into what the model asks for."""
+        return self._each_second(self.model_flops / self.peak_flops_per_second) if self.peak_flops_per_second else None
+
+    def _each_second(self, count: float) -> Range | None:
+        if not count or not self.step_seconds:
+            return None
+        low, high = self.step_seconds_low or self.step_seconds, self.step_seconds_high or self.step_seconds
+        return Range(count / high, count / self.step_seconds, count / low)
 
     @property
     def needed_bytes(self) -> int:
@@ -305,11 +339,16 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dict with the documented keys of `rehearse --json` and `measure --json`."""
-        return asdict(self)
+        derived = {name: value and value._asdict() for name, value in self._derived().items()}
+        return {**asdict(self), **derived}
+
+    def _derived(self) -> dict[str, Range | None]:
+        return {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
         """The inverse of to_json. Raises TypeError for keys that a profile does not have."""
+        data = {name: value for name, value in data.items() if name not in ("tokens_per_second", "mfu")}
         collectives = {
             kind: Collective(**{**each, "group_sizes": tuple(each["group_sizes"])})
             for kind, each in data.get("collectives", {}).items()

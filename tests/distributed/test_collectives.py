@@ -14,6 +14,7 @@ from trainfit.hardware import Hardware, find_device, this_machine
 from trainfit.profile import Collective, Mesh, Profile, Zero
 from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.collectives import Call
+from trainfit.rehearsal.links import Links
 from trainfit.step import Strategy
 from trainfit.workload import Workload
 
@@ -153,9 +154,9 @@ def test_two_real_ranks_do_what_was_rehearsed(real_profiles: list[list[Profile]]
 
 def test_seconds_are_those_of_a_ring():
     gather, reduce = Call("all_gather", 800, 4), Call("all_reduce", 800, 4)
-    assert gather.seconds(100.0) == pytest.approx(3 / 4 * 8)
-    assert reduce.seconds(100.0) == pytest.approx(2 * 3 / 4 * 8)
-    assert Call("send", 800, 4).seconds(100.0) == pytest.approx(8)
+    assert gather.seconds(Links(100.0)) == pytest.approx(3 / 4 * 8)
+    assert reduce.seconds(Links(100.0)) == pytest.approx(2 * 3 / 4 * 8)
+    assert Call("send", 800, 4).seconds(Links(100.0)) == pytest.approx(8)
 
 
 def test_exposed_time_is_part_of_the_step_and_all_of_it_where_nothing_overlaps():

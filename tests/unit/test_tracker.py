@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.profile import CATEGORIES
 from trainfit.rehearsal.events import Event, in_place_additions
-from trainfit.rehearsal.operators import OperatorCost, temporary_bytes
+from trainfit.rehearsal.operator_cost import OperatorCost
+from trainfit.rehearsal.operators import temporary_bytes
 from trainfit.rehearsal.tracker import StorageTracker
 
 KIB = 1024

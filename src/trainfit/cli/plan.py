@@ -139,7 +139,7 @@ def _choose(
     say: Say,
 ) -> tuple[Workload, float | None, Plan]:
     """The plan, and the workload and clipping that it is for."""
-    from trainfit.cli.setup import choose_budget, choose_precision, open_workload, recipe_target
+    from trainfit.cli.setup import choose_budget, choose_precision, open_workload, recipe_target, time_notes
     from trainfit.plan import Target, choose
     from trainfit.plan.layout import default_layouts
     from trainfit.step.strategy import parse_variant
@@ -161,7 +161,7 @@ def _choose(
     target = replace(target, **said)
     norm = recipe.max_grad_norm if recipe else 1.0
     made = choose(workload, hardware, target, max_grad_norm=norm, on_progress=say)
-    return workload, norm, replace(made, notes=(*budget_notes, *precision_notes, *made.notes))
+    return workload, norm, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
 
 
 def _policies(compare: bool, named: list[str] | None) -> list[Policy]:

@@ -316,3 +316,9 @@ def _loss_chunks(text: str, workload: Workload, tokens: int) -> tuple[int, tuple
         return int(text), ()
     chunks = auto_chunks(tokens, workload.vocab_size, split.dim)
     return chunks, (f"loss chunks auto took {chunks}",)
+
+
+def time_notes(hardware: Hardware) -> tuple[str, ...]:
+    """Where predicted times come from, when it is this machine's calibration."""
+    calibration = hardware.spec.calibration
+    return () if calibration is None else (f"times are from a calibration, {calibration.source}",)

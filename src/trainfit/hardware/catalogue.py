@@ -37,6 +37,13 @@ _ASCEND_32GB = Figure(_gib(60.96 / 2), _ASCEND_SCALED, "low")
 _ASCEND_LINK = "vendor's 392 GB/s over seven links, read as both directions together; one pair gets a seventh"
 
 
+_NVLINK_LATENCY = Figure(3.4e-6, "NCCL's tuning model: a ring's step over NVLink, simple protocol", "medium")
+_PCIE_LATENCY = Figure(5.7e-6, "NCCL's tuning model: a ring's step over PCIe, simple protocol", "medium")
+_DGX_A100 = Figure(25e9, "DGX A100: a 200 Gb/s adapter for each GPU", "medium")
+_DGX_H100 = Figure(50e9, "DGX H100: a 400 Gb/s adapter for each GPU", "medium")
+_ASCEND_NETWORK = Figure(25e9, "vendor pages and papers: a 200 Gb/s RoCE port on each device", "medium")
+
+
 def _gpu_overhead() -> Figure:
     return Figure(600 * _MIB, "CUDA context and loaded kernels of torch 2, 0.4 to 0.6 GiB; no NCCL", "medium")
 
@@ -63,6 +70,7 @@ def _gpu(
     link: Figure,
     efficiency: Figure,
     reported_names: tuple[str, ...],
+    network: Figure | None = None,
 ) -> DeviceSpec:
     return DeviceSpec(
         name=name,
@@ -76,6 +84,8 @@ def _gpu(
         launch_seconds=Figure(5e-6, "assumed: eager dispatch and launch of one CUDA kernel, 3 to 10 us", "low"),
         efficiency=efficiency,
         reported_names=reported_names,
+        network_bandwidth=network,
+        link_latency=_PCIE_LATENCY if link is _PCIE else _NVLINK_LATENCY,
     )
 
 
@@ -87,6 +97,7 @@ def _npu(
     bandwidth: Figure,
     link: Figure,
     reported_names: tuple[str, ...],
+    network: Figure | None = None,
 ) -> DeviceSpec:
     return DeviceSpec(
         name=name,
@@ -100,6 +111,11 @@ def _npu(
         launch_seconds=Figure(1e-5, "assumed: twice a CUDA kernel's, through torch_npu's task queue", "low"),
         efficiency=Figure(0.75, "assumed: a little below what A100 and H100 reach; not measured", "low"),
         reported_names=reported_names,
+        network_bandwidth=network or _ASCEND_NETWORK,
+        call_latency=Figure(20e-6, "assumed: HCCL, twice what NCCL takes", "low"),
+        link_latency=Figure(7e-6, "assumed: a ring's step of HCCL, twice NCCL's over NVLink", "low"),
+        network_latency=Figure(28e-6, "assumed: a ring's step of HCCL over RoCE, twice NCCL's", "low"),
+        memory_efficiency=Figure(0.7, "assumed: not measured; below the 0.85 of GPUs", "low"),
     )
 
 
@@ -140,6 +156,7 @@ _CATALOGUE: tuple[DeviceSpec, ...] = (
         },
         bandwidth=Figure(1.2e12, "vendor pages, about 1.2 TB/s", "medium"),
         link=Figure(90e9, "HCCS 3 x 240 Gb/s", "medium"),
+        network=Figure(12.5e9, "vendor pages: a 100 Gb/s RoCE port on each device", "medium"),
         reported_names=("Ascend910A", "Ascend910ProA", "Ascend910PremiumA"),
     ),
     _ascend_910b("ascend-910b1", 363.7, "low", reported_names=("Ascend910B1",)),
@@ -171,6 +188,7 @@ _CATALOGUE: tuple[DeviceSpec, ...] = (
         bandwidth=1.555e12,
         link=Figure(300e9, "NVLink 3, 600 GB/s both directions", "high"),
         efficiency=_reached(0.87, "medium", _MEASURED),
+        network=_DGX_A100,
         reported_names=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"),
     ),
     _gpu(
@@ -182,6 +200,7 @@ _CATALOGUE: tuple[DeviceSpec, ...] = (
         bandwidth=2.039e12,
         link=Figure(300e9, "NVLink 3, 600 GB/s both directions", "high"),
         efficiency=_reached(0.87, "medium", _MEASURED),
+        network=_DGX_A100,
         reported_names=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
     ),
     _gpu(
@@ -193,6 +212,7 @@ _CATALOGUE: tuple[DeviceSpec, ...] = (
         bandwidth=3.35e12,
         link=Figure(450e9, "NVLink 4, 900 GB/s both directions", "high"),
         efficiency=_reached(0.80, "medium", _MEASURED),
+        network=_DGX_H100,
         reported_names=("NVIDIA H100 80GB HBM3",),
     ),
     _gpu(
@@ -204,6 +224,7 @@ _CATALOGUE: tuple[DeviceSpec, ...] = (
         bandwidth=4.8e12,
         link=Figure(450e9, "NVLink 4, 900 GB/s both directions", "high"),
         efficiency=_reached(0.80, "medium", _MEASURED),
+        network=_DGX_H100,
         reported_names=("NVIDIA H200",),
     ),
     _gpu(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainfit.errors import DeviceError
 from trainfit.profile import Precision
+
+if TYPE_CHECKING:
+    from trainfit.hardware.calibration import Calibration
 
 Kind = Literal["cpu", "cuda", "npu"]
 Confidence = Literal["high", "medium", "low"]
@@ -28,6 +31,18 @@ class Figure:
     confidence: Confidence
 
 
+# What holds for a device of which nobody said otherwise.
+_STREAMS = Figure(0.85, "assumed: large element-wise kernels; copies on A100 and H100 reach 0.85 to 0.92", "low")
+_ATTENTION_FORWARD = Figure(0.6, "assumed: FlashAttention-2 on A100, up to 73 % of the peak (arXiv:2307.08691)", "low")
+_ATTENTION_BACKWARD = Figure(0.5, "assumed: FlashAttention-2 on A100, up to 63 % of the peak (arXiv:2307.08691)", "low")
+LINK_LATENCY = Figure(3.4e-6, "NCCL's tuning model: a ring's step over NVLink, simple protocol", "medium")
+_NETWORK_LATENCY = Figure(14e-6, "NCCL's tuning model: a ring's step over the network, simple protocol", "medium")
+CALL_LATENCY = Figure(8.4e-6, "NCCL's tuning model: base of a ring, simple protocol", "medium")
+_HOST_MEMORY = Figure(
+    50e9, "assumed: a server's fused AdamW on many cores, copies to and from the device beside it", "low"
+)
+
+
 @dataclass(frozen=True)
 class DeviceSpec:
     """Facts of one device.
@@ -40,6 +55,14 @@ class DeviceSpec:
     launch_seconds: host time for one eager operator.
     efficiency: fraction of the peak in tflops that large matmuls reach.
     reported_names: what get_device_name() says on this device.
+    memory_efficiency: fraction of the memory bandwidth that element-wise kernels reach; attention_forward,
+        attention_backward: fraction of what large matmuls reach that attention does.
+    devices_per_node: devices that link_bandwidth connects. network_bandwidth: bytes a second between nodes, one
+        direction, of one device's share; None where no such machine has several nodes.
+    call_latency, link_latency, network_latency: seconds of a collective by being called, and of each step of its ring
+        within a node and between nodes.
+    host_bandwidth: bytes a second that an update in host memory goes through.
+    calibration: what was measured on this very device, which goes before the figures above.
     """
 
     name: str
@@ -53,6 +76,16 @@ class DeviceSpec:
     launch_seconds: Figure
     efficiency: Figure
     reported_names: tuple[str, ...] = ()
+    memory_efficiency: Figure = _STREAMS
+    attention_forward: Figure = _ATTENTION_FORWARD
+    attention_backward: Figure = _ATTENTION_BACKWARD
+    devices_per_node: int = 8
+    network_bandwidth: Figure | None = None
+    call_latency: Figure = CALL_LATENCY
+    link_latency: Figure = LINK_LATENCY
+    network_latency: Figure = _NETWORK_LATENCY
+    host_bandwidth: Figure = _HOST_MEMORY
+    calibration: Calibration | None = field(default=None, hash=False, repr=False)
 
     @property
     def usable_bytes(self) -> int:

@@ -6,10 +6,6 @@ from pathlib import Path
 
 from trainfit.errors import DeviceError
 
-# What an update in host memory goes through, assumed: a server's fused AdamW on many cores, copies beside it. Low
-# confidence; calibration is to replace it.
-HOST_BYTES_PER_SECOND = 50e9
-
 _ROOT = Path("/")
 
 

@@ -1,20 +1,27 @@
 """What this machine is: a catalogue row where the driver's name is known, else figures measured here.
 
+A calibration that `trainfit devices --calibrate` has stored goes before both. Without one:
+
 A measurement takes under half a second in all, is made once in a process for each thread count that torch is set to,
 and is rounded to two digits because it repeats no better.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 
 import torch
 
+from trainfit.hardware.calibration import Calibration
+from trainfit.hardware.calibration_store import load_calibration
 from trainfit.hardware.catalogue import find_reported
-from trainfit.hardware.device import DeviceSpec, Figure, Hardware, Kind
+from trainfit.hardware.device import CALL_LATENCY, LINK_LATENCY, DeviceSpec, Figure, Hardware, Kind
 from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator, best_kind
 from trainfit.profile import Precision
 
@@ -23,6 +30,7 @@ _MATMUL_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
 _COPY_BYTES = 64 * 2**20
 _LAUNCHES = 200
 _MIB = 2**20
+_GLOO_LATENCY = Figure(1e-4, "assumed: gloo's threads and sockets on one machine", "low")
 
 
 def this_machine(kind: Kind | None = None) -> Hardware:
@@ -37,8 +45,40 @@ def this_machine(kind: Kind | None = None) -> Hardware:
 def _spec(kind: Kind) -> DeviceSpec:
     """The catalogue's row or the measured one, with the memory that is there now: limits of a container can change."""
     device = accelerator(kind)
-    spec = find_reported(device.name) or _measured_spec(kind, torch.get_num_threads())
+    known = find_reported(device.name)
+    calibration = load_calibration(device.name, torch.get_num_threads(), torch.__version__)
+    if calibration is not None:
+        known = with_calibration(known or _shape(device), calibration)
+    spec = known or _measured_spec(kind, torch.get_num_threads())
     return replace(spec, memory_bytes=_total(device))
+
+
+def with_calibration(spec: DeviceSpec, calibration: Calibration) -> DeviceSpec:
+    """The spec with everything that was measured; a data sheet's peaks stay, since MFU is a share of them."""
+    if spec.kind != "cpu":
+        return replace(spec, calibration=calibration)
+
+    def figure(value: float, how: str) -> Figure:
+        return Figure(float(f"{value:.3g}"), f"{calibration.source}, {how}", "medium")
+
+    largest = 2.0**20
+    copied = calibration.tables["copy.fp32"].at(largest)
+    return replace(
+        spec,
+        tflops={each: figure(_best_tflops(calibration, each), "fastest matmul") for each in spec.tflops},
+        memory_bandwidth=figure(8 * largest / copied, "read and write of a 4 MiB copy"),
+        launch_seconds=figure(calibration.per_operator["forward"], "an operator around its kernel"),
+        calibration=calibration,
+    )
+
+
+def _best_tflops(calibration: Calibration, precision: Precision) -> float:
+    tables = [table for name, table in calibration.tables.items() if re.fullmatch(rf"matmul\.\w+\.{precision}", name)]
+    return max(
+        2 * math.prod(sizes) / seconds / 1e12
+        for table in tables
+        for sizes, seconds in zip(product(*table.axes), table.seconds)
+    )
 
 
 def _total(device: Accelerator) -> Figure:
@@ -50,17 +90,32 @@ def _total(device: Accelerator) -> Figure:
 def _measured_spec(kind: Kind, num_threads: int) -> DeviceSpec:
     """num_threads only tells apart what was measured with other thread counts."""
     device = accelerator(kind)
-    return DeviceSpec(
-        name=device.name,
-        kind=kind,
-        memory_bytes=_total(device),
+    return replace(
+        _shape(device),
         tflops={precision: _matmul_tflops(device, precision) for precision in device.precisions},
         memory_bandwidth=_copy_bandwidth(device),
-        link_bandwidth=_link(kind),
-        overhead_bytes=_overhead(kind),
-        allocation_granularity=1 if kind == "cpu" else 512,
         launch_seconds=_launch_seconds(device),
-        efficiency=Figure(1.0, "tflops is what a large matmul reached here, not a peak", "medium"),
+    )
+
+
+def _shape(device: Accelerator) -> DeviceSpec:
+    """A device of which nothing is known, before anything is measured."""
+    unknown = Figure(1.0, "not measured yet", "low")
+    measured = "is what was measured here, no peak"
+    return DeviceSpec(
+        name=device.name,
+        kind=device.kind,
+        memory_bytes=_total(device),
+        tflops=dict.fromkeys(device.precisions, unknown),
+        memory_bandwidth=unknown,
+        link_bandwidth=_link(device.kind),
+        overhead_bytes=_overhead(device.kind),
+        allocation_granularity=1 if device.kind == "cpu" else 512,
+        launch_seconds=unknown,
+        efficiency=Figure(1.0, f"tflops {measured}", "medium"),
+        memory_efficiency=Figure(1.0, f"memory_bandwidth {measured}", "medium"),
+        call_latency=_GLOO_LATENCY if device.kind == "cpu" else CALL_LATENCY,
+        link_latency=_GLOO_LATENCY if device.kind == "cpu" else LINK_LATENCY,
     )
 
 

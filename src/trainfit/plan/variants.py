@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
-from trainfit.hardware.host import HOST_BYTES_PER_SECOND
 from trainfit.hardware.runtime import fused_adamw_ignores_grad_scaler
 from trainfit.plan.target import Target
 from trainfit.profile import Accuracy, Layout, OptimizerVariant, Precision, WeightStorage
@@ -64,7 +63,7 @@ def facts_of(tracer: Tracer, variant: OptimizerVariant) -> ModelFacts:
     old, new = bytes_per_parameter(tracer.variant), bytes_per_parameter(variant)
     kept, before = new.beside + new.moments, old.beside + old.moments
     if variant.place == "host":
-        traffic, rate = 28.0 + _PIECE_TRAFFIC * (variant.states != "fp32"), HOST_BYTES_PER_SECOND
+        traffic, rate = 28.0 + _PIECE_TRAFFIC * (variant.states != "fp32"), tracer.hardware.spec.host_bandwidth.value
     else:
         stored = _PIECE_TRAFFIC if is_stored(variant) else 0
         traffic = 2 * (new.weights + kept) + new.gradients + stored

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainfit.profile import Collective
+from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operators import leaves_to_its_handler
 
 _OUTPUT = -1
@@ -64,24 +65,21 @@ _KINDS: Mapping[str, tuple[str, int]] = {
     **{f"c10d::{name}": row for name, row in _C10D.items()},
     **{f"_c10d_functional::{name}": row for name, row in _FUNCTIONAL.items()},
 }
-# Payloads that cross each link, in units of (ranks - 1) / ranks: a ring sends every byte past all ranks but one.
-_RING_ROUNDS: Mapping[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective. tensors: all that it reads or writes."""
+    """One collective. tensors: all that it reads or writes. ranks: of the group, in the whole launch's numbers."""
 
     kind: str
     num_bytes: int
     group_size: int
     tensors: tuple[Tensor, ...] = field(repr=False, compare=False, default=())
+    ranks: tuple[int, ...] = field(repr=False, compare=False, default=())
 
-    def seconds(self, bytes_per_second: float) -> float:
-        """Of a ring over links of that bandwidth in each direction; point to point and one to all: of the payload."""
-        if (rounds := _RING_ROUNDS.get(self.kind)) is None:
-            return self.num_bytes / bytes_per_second
-        return rounds * (self.group_size - 1) / self.group_size * self.num_bytes / bytes_per_second
+    def seconds(self, links: Links) -> float:
+        """What it takes over them, see Links.seconds."""
+        return links.seconds(self.kind, self.num_bytes, self.group_size, self.ranks)
 
 
 def call_of(func: Any, args: tuple[Any, ...], output: Any) -> Call | None:
@@ -91,23 +89,25 @@ def call_of(func: Any, args: tuple[Any, ...], output: Any) -> Call | None:
     kind, position = row
     payload = _tensors(output if position == _OUTPUT else args[position])
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in payload)
-    return Call(kind, num_bytes, _group_size(func, args), tuple(_tensors((args, output))))
+    ranks = _group_ranks(func, args)
+    return Call(kind, num_bytes, len(ranks), tuple(_tensors((args, output))), ranks)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _group_size(func: Any, args: tuple[Any, ...]) -> int:
+def _group_ranks(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     for argument, value in zip(func._schema.arguments, args):
         if argument.name == "process_group":
-            return int(dist.ProcessGroup.unbox(value).size())
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
         if argument.name == "group_name":
-            return int(value.size() if isinstance(value, dist.ProcessGroup) else resolve_process_group(value).size())
+            group = value if isinstance(value, dist.ProcessGroup) else resolve_process_group(value)
+            return tuple(dist.get_process_group_ranks(group))
     raise AssertionError(f"{func} names no process group")
 
 
-def tally(calls: Iterable[Call], bytes_per_second: float | None = None) -> dict[str, Collective]:
+def tally(calls: Iterable[Call], links: Links | None = None) -> dict[str, Collective]:
     """Sums by kind, in the order of their first call."""
     totals: dict[str, Collective] = {}
     for call in calls:
@@ -116,7 +116,7 @@ def tally(calls: Iterable[Call], bytes_per_second: float | None = None) -> dict[
             before.count + 1,
             before.bytes + call.num_bytes,
             tuple(sorted({*before.group_sizes, call.group_size})),
-            before.seconds + (call.seconds(bytes_per_second) if bytes_per_second else 0.0),
+            before.seconds + (call.seconds(links) if links else 0.0),
         )
     return totals
 

@@ -1,9 +1,8 @@
-"""What single operators cost, and what PyTorch's fake kernels get wrong about them."""
+"""What PyTorch's fake kernels get wrong about single operators, and what real ones allocate inside."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch._C._distributed_c10d import PythonCallbackWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from trainfit.profile import Precision
+from trainfit.rehearsal.flops import GROUPED_MM
 from trainfit.rehearsal.host_scratch import scratch_bytes
 
 # Collectives without a fake kernel; they return nothing but the handle to wait for.
@@ -28,12 +26,6 @@ _WITHOUT_FAKE_KERNEL = frozenset(
     }
 )
 _READ = torch.ops.aten._local_scalar_dense.default
-_GROUPED_MM = torch.ops.aten._grouped_mm.default
-# Where the query and is_causal stand among the arguments, and how many matmuls over the scores the kernel does.
-_HOST_ATTENTION: Mapping[Any, tuple[int, int, int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 4, 2),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7, 5),
-}
 # gloo copies these arguments, all of them, into a buffer of its own: flattened to gather, cloned to reduce.
 _GLOO_COPIES: Mapping[str, int] = {
     "c10d::_allgather_base_": 0,
@@ -44,16 +36,11 @@ _GLOO_COPIES: Mapping[str, int] = {
 }
 _GLOO_GATHER = "_c10d_functional::all_gather_into_tensor"
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
-_DTYPES: Mapping[torch.dtype, Precision] = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
 
 
 def fake_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """func(*args), also where only its fake kernel refuses what the real one runs."""
-    if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
+    if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
     if func.namespace == "c10d" and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
         return _fake_collective(func, args, kwargs)
@@ -130,52 +117,3 @@ def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
     if func is _ADD_IN_PLACE and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
         return int(args[1].numel() * args[0].element_size())
     return scratch_bytes(func, args)
-
-
-@dataclass(frozen=True)
-class OperatorCost:
-    """Roofline of one device: an operator takes as long as its arithmetic or its memory traffic, whichever is longer.
-
-    flops_per_second by precision, as matmuls really reach; bytes_per_second of memory; launch_seconds per operator.
-    """
-
-    flops_per_second: Mapping[Precision, float]
-    bytes_per_second: float
-    launch_seconds: float
-
-    def seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-        """Views and allocations without a write are free."""
-        if func.is_view or func._schema.name in _FREE:
-            return 0.0
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
-        traffic = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / self.bytes_per_second
-        precision = _DTYPES.get(tensors[0].dtype, "fp32") if tensors else "fp32"
-        rate = self.flops_per_second.get(precision) or min(self.flops_per_second.values())
-        return self.launch_seconds + max(traffic, _flops(func, args, kwargs, output) / rate)
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-    """Multiplications and additions; PyTorch's own counts, and those of operators it has none for."""
-    if (count := flop_registry.get(func._overloadpacket)) is not None:
-        return float(count(*args, **kwargs, out_val=output))
-    if func is _GROUPED_MM:
-        return float(2.0 * args[0].numel() * args[1].shape[-1])
-    if func in _HOST_ATTENTION:
-        query_at, causal_at, matmuls = _HOST_ATTENTION[func]
-        batch, heads, length, dim = args[query_at].shape
-        causal = kwargs.get("is_causal", len(args) > causal_at and args[causal_at])
-        share = 0.5 if causal else 1.0
-        return float(2.0 * matmuls * batch * heads * length * args[query_at + 1].shape[2] * dim * share)
-    return 0.0
-
-
-_FREE = frozenset(
-    {
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::new_empty",
-        "aten::_unsafe_view",
-        "aten::lift_fresh",
-    }
-)

@@ -21,8 +21,11 @@ from trainfit.hardware.ranks import fake_process_group
 from trainfit.hardware.runtime import allocation_padding_of, distributed_backend_of, rehearsed
 from trainfit.profile import AllocatorSettings, Mesh, Phase, Profile, Reserved
 from trainfit.rehearsal.allocator import DeviceFullError
+from trainfit.rehearsal.certainty import with_certainty
 from trainfit.rehearsal.events import Event, in_place_additions
-from trainfit.rehearsal.operators import FakeKernels, OperatorCost
+from trainfit.rehearsal.links import Links
+from trainfit.rehearsal.operator_cost import OperatorCost
+from trainfit.rehearsal.operators import FakeKernels
 from trainfit.rehearsal.replay import reserved_memory
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.tracker import StorageTracker
@@ -188,12 +191,17 @@ def watch_step(
     step.observer = observe
     with tracker, tracker.whereabouts.watching(places_of(step.model, step.anatomy)), model_errors():
         step(batches)
-    follow_all = step.strategy.mesh.pipeline > 1  # several micro batches are under way
+    strategy = step.strategy
+    follow_all = strategy.mesh.pipeline > 1  # several micro batches are under way
     profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like, follow_all=follow_all)
+    ids = sum(batch.inputs.numel() for batch in batches) + waiting * batches[0].inputs.numel()
+    total = tracker.clock.total(waiting=waiting, like=like)
+    tokens = ids * strategy.mesh.data
+    profile = with_certainty(profile, total, hardware.spec, strategy.precision, tokens=tokens)
     if on_host:
         return profile
     late = tracker.storages("optimizer") if late_states else frozenset()
-    reserved = _reserved(in_place_additions(tracker.events), step.strategy.allocator, hardware, late)
+    reserved = _reserved(in_place_additions(tracker.events), strategy.allocator, hardware, late)
     return replace(profile, reserved_bytes=reserved.reserved_bytes, reserved=reserved)
 
 
@@ -231,12 +239,11 @@ def new_tracker(hardware: Hardware) -> StorageTracker:
     """A tracker that rounds, costs and looks into operators as the device does."""
     spec = hardware.spec
     on_host = spec.kind == "cpu"
-    link = spec.link_bandwidth
     return StorageTracker(
         rounding=spec.allocation_granularity,
         cost=operator_cost(hardware),
         kind=spec.kind,
-        clock=StepClock(link_bandwidth=link.value if link else None, overlaps=not on_host),
+        clock=StepClock(links=Links.of(spec), overlaps=not on_host),
     )
 
 
@@ -250,12 +257,16 @@ def optimizer_states(step: TrainStep) -> list[Tensor]:
 
 
 def operator_cost(hardware: Hardware) -> OperatorCost:
-    """The device's roofline, with the share of its peak that large matmuls reach."""
+    """What is known of the device's speed: its calibration, or else its data sheet and what is reached of it."""
     spec = hardware.spec
     return OperatorCost(
         flops_per_second={
             precision: figure.value * 1e12 * spec.efficiency.value for precision, figure in spec.tflops.items()
         },
-        bytes_per_second=spec.memory_bandwidth.value,
+        bytes_per_second=spec.memory_bandwidth.value * spec.memory_efficiency.value,
         launch_seconds=spec.launch_seconds.value,
+        attention=(spec.attention_forward.value, spec.attention_backward.value),
+        host_bytes_per_second=spec.host_bandwidth.value,
+        calibration=spec.calibration,
+        runs_ahead=not hardware.is_host,
     )

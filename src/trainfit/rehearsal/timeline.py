@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from trainfit.profile import PHASES, Phase
 from trainfit.rehearsal.collectives import Call
+from trainfit.rehearsal.links import Links
+from trainfit.rehearsal.operator_cost import Bound
 
 _COPY_OUT, _COPY_IN, _FSDP_GATHER = "fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "c10d::_allgather_base_"
 _REDUCTIONS = frozenset({"reduce_scatter", "all_reduce", "reduce"})
@@ -81,23 +83,33 @@ class Timeline:
 
 @dataclass
 class Tally:
-    """What one stretch of a step took. exposed: seconds that computation waited; they are part of seconds too."""
+    """What one stretch of a step took.
+
+    exposed: seconds that computation waited; they are part of seconds too. by_bound: all seconds by what decides them.
+    model_flops: of what the model asks for, recomputation left out.
+    """
 
     seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     exposed: float = 0.0
     calls: list[Call] = field(default_factory=list)
+    by_bound: dict[Bound, float] = field(default_factory=dict)
+    model_flops: float = 0.0
+
+    def add(self, bound: Bound, seconds: float) -> None:
+        self.by_bound[bound] = self.by_bound.get(bound, 0.0) + seconds
 
 
 class StepClock:
     """Seconds and collectives of a step, a tally for each micro batch and one for the optimizer.
 
-    link_bandwidth: bytes a second of one device's links; None where it is not known, so that collectives take no time.
+    links: between the devices; None where they are not known, so that collectives take no time.
     """
 
-    def __init__(self, *, link_bandwidth: float | None = None, overlaps: bool = True) -> None:
-        self.link_bandwidth = link_bandwidth
+    def __init__(self, *, links: Links | None = None, overlaps: bool = True) -> None:
+        self.links = links
         self.tallies = [Tally()]
         self._timeline = Timeline(overlaps)
+        self._waits_for: Bound = "link"  # what the collectives that are under way are bound by
 
     def enters(self, phase: Phase, previous: Phase) -> None:
         """The step's phase changes."""
@@ -117,17 +129,25 @@ class StepClock:
         """Whether some operator may have to wait for what it touches."""
         return bool(self._timeline._needed)
 
-    def runs(self, phase: Phase, operator: str, storages: Iterable[int], seconds: float) -> None:
+    def runs(
+        self, phase: Phase, operator: str, storages: Iterable[int], seconds: float, bound: Bound = "memory"
+    ) -> None:
         self._wait(phase, self._timeline.runs(operator, storages, seconds))
         self.tallies[-1].seconds[phase] += seconds
+        self.tallies[-1].add(bound, seconds)
+
+    def computes(self, model_flops: float) -> None:
+        """Arithmetic that the model asks for."""
+        self.tallies[-1].model_flops += model_flops
 
     def communicates(self, phase: Phase, operator: str, call: Call, storages: Iterable[int]) -> None:
         self.tallies[-1].calls.append(replace(call, tensors=()))
-        if self.link_bandwidth is None:
+        if self.links is None:
             return
+        self._waits_for = self.links.bound(call.group_size, call.ranks)
         waited = self._timeline.communicates(
             call.kind,
-            call.seconds(self.link_bandwidth),
+            call.seconds(self.links),
             gathers_ahead=operator == _FSDP_GATHER,
             storages=storages,
             in_backward=phase == "backward" and operator.startswith("c10d::"),
@@ -137,6 +157,8 @@ class StepClock:
     def _wait(self, phase: Phase, seconds: float) -> None:
         self.tallies[-1].seconds[phase] += seconds
         self.tallies[-1].exposed += seconds
+        if seconds:
+            self.tallies[-1].add(self._waits_for, seconds)
 
     def total(self, *, waiting: int = 0, like: int = 0) -> Tally:
         """All tallies; waiting: how often tally number `like` counts once more."""
@@ -144,6 +166,9 @@ class StepClock:
         for tally in [*self.tallies, *[self.tallies[like]] * waiting]:
             for phase, seconds in tally.seconds.items():
                 total.seconds[phase] += seconds
+            for bound, seconds in tally.by_bound.items():
+                total.add(bound, seconds)
             total.exposed += tally.exposed
+            total.model_flops += tally.model_flops
             total.calls += tally.calls
         return total

@@ -157,7 +157,7 @@ class Tracer:
             gradient_bytes=gradients,
             update_peak_bytes=update_peak,
             # Clipping reads the gradients twice and writes them.
-            optimizer_seconds=3 * gradients / self._cost.bytes_per_second + update_seconds,
+            optimizer_seconds=3 * gradients / self._cost.memory_rate + update_seconds,
             dim=1 if hidden is None else hidden.shape[-1],
             vocab_size=self.workload.vocab_size,
             can_chunk=not isinstance(build.split, str),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,18 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainfit.hardware import Kind
-from trainfit.hardware.host import HOST_BYTES_PER_SECOND
 from trainfit.hardware.host_scope import is_on_host
 from trainfit.profile import CATEGORIES, Category, Moment, Phase, Profile
 from trainfit.rehearsal.collectives import call_of, tally
 from trainfit.rehearsal.course import course_of, last_forward
 from trainfit.rehearsal.events import Event, in_place_additions, replay
-from trainfit.rehearsal.operators import (
-    OperatorCost,
-    fake_result,
-    is_unknown_number,
-    leaves_to_its_handler,
-)
+from trainfit.rehearsal.flops import model_flops
+from trainfit.rehearsal.operator_cost import OperatorCost, is_recompute
+from trainfit.rehearsal.operators import fake_result, is_unknown_number, leaves_to_its_handler
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.whereabouts import Whereabouts
 from trainfit.rehearsal.workspaces import FUSED, Sizes, kept_bytes, scratch_sizes
@@ -206,8 +202,8 @@ class StorageTracker(TorchDispatchMode):
         """It takes the device no bytes, but its time: it waits."""
         output = fake_result(func, args, kwargs)
         if self.cost is not None:
-            host = replace(self.cost, bytes_per_second=HOST_BYTES_PER_SECOND, launch_seconds=0.0)
-            self.clock.runs(self.phase, func._schema.name, (), host.seconds(func, args, kwargs, output))
+            time = self.cost.on_host(func, args, kwargs, output)
+            self.clock.runs(self.phase, func._schema.name, (), time.seconds, time.bound)
         return output
 
     def _name_by_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,11 +218,13 @@ class StorageTracker(TorchDispatchMode):
                 self._names.setdefault(storage, "communication")
             self.clock.communicates(self.phase, self._operator, call, storages)
         elif self.cost is not None:
-            seconds = self.cost.seconds(func, args, kwargs, output)
+            time = self.cost.time(func, args, kwargs, output)
             touched: list[int] = []
             if self.clock.watches and not func.is_view:
                 touched = [self._track(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))]
-            self.clock.runs(self.phase, self._operator, touched, seconds)
+            self.clock.runs(self.phase, self._operator, touched, time.seconds, time.bound)
+            if not is_recompute():
+                self.clock.computes(model_flops(func, args, kwargs, output))
 
     def _passing(self, sizes: Sizes) -> None:
         """Memory that an operator takes and gives back."""
@@ -277,7 +275,7 @@ class StorageTracker(TorchDispatchMode):
         follow_all: the timeline has all micro batches, and not only the last where the peak falls in it.
         """
         total = self.clock.total(waiting=waiting, like=like)
-        collectives = tally(total.calls, self.clock.link_bandwidth)
+        collectives = tally(total.calls, self.clock.links)
         events = in_place_additions(self.events)
         phases, peak = replay(events)
         assert peak.event is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from rich import box
 from rich.console import JustifyMethod
@@ -51,6 +51,16 @@ def bar(fraction: float, width: int = BAR_WIDTH) -> str:
     """A bar of fraction * width characters, to an eighth of a character."""
     eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def ranged(expected: float, low: float, high: float, show: Callable[[float], str]) -> str:
+    """A figure and where it should lie: "1.2 s (1.0 s to 1.4 s)"."""
+    return f"{show(expected)} ({show(low)} to {show(high)})"
+
+
+def share(fraction: float) -> str:
+    """A percentage without a sign: "41 %", "4.1 %"."""
+    return f"{100 * fraction:.2g} %" if fraction < 0.1 else f"{100 * fraction:.0f} %"
 
 
 def percent(fraction: float) -> str:

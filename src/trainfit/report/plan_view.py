@@ -11,6 +11,7 @@ from rich.text import Text
 
 from trainfit.report.peak_words import explain_peak
 from trainfit.report.pieces import bar, table
+from trainfit.report.profile_view import speed_words
 from trainfit.step.strategy import Strategy, describe_strategy, describe_variant, format_tiers
 from trainfit.units import format_bytes, format_seconds
 
@@ -28,10 +29,11 @@ def plan_view(plan: Plan) -> RenderableType:
         ("Plan ", "bold"), (plan.hash, "bold cyan"), f" for {plan.workload} on {plan.device} within ",
         (format_bytes(plan.budget_bytes), "bold"), f", {left_free} of it left free",
     )  # fmt: skip
+    speed = [Text(said)] if (said := speed_words(plan.predicted)) else []
     reason = [Text(f"{plan.reason[:1].upper()}{plan.reason[1:]}.")] if plan.fits else []
     notes = [Text(f"note: {note}", style="yellow") for note in plan.notes]
     words = Text(" ".join(explain_peak(plan.predicted, plan.strategy)))
-    return Group(title, _sides(plan), *reason, words, *notes)
+    return Group(title, _sides(plan), *speed, *reason, words, *notes)
 
 
 def side_rows(plan: Plan) -> list[tuple[str, str, str]]:

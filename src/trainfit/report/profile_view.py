@@ -9,9 +9,9 @@ from rich.text import Text
 
 from trainfit.profile import PHASES, Profile, Reserved
 from trainfit.report.peak_words import explain_peak
-from trainfit.report.pieces import bar, memory_bars, table
+from trainfit.report.pieces import bar, memory_bars, ranged, share, table
 from trainfit.step.strategy import Strategy
-from trainfit.units import format_bytes, format_seconds
+from trainfit.units import format_bytes, format_count, format_seconds
 
 
 def profile_view(
@@ -23,6 +23,8 @@ def profile_view(
         parts.append(Text(reserved_words(profile.reserved)))
     if budget_bytes is not None:
         parts.append(_budget_line(profile.needed_bytes, budget_bytes))
+    if (speed := speed_words(profile)) is not None:
+        parts.append(Text(speed))
     at_peak = memory_bars(profile.categories, title=f"At the peak ({profile.peak_phase})")
     talk = [collectives_table(profile)] if profile.collectives else []
     words = Text(" ".join(explain_peak(profile, strategy)))
@@ -37,7 +39,7 @@ def _headline(profile: Profile) -> Text:
     place = profile.peak_place
     text.append(f" ({place})" if place else "")
     text.append(f"; {format_bytes(profile.resident_bytes)} between steps")
-    if profile.step_seconds:
+    if profile.step_seconds and not profile.step_seconds_high:
         text.append(f"; {format_seconds(profile.step_seconds)} a step")
     return text
 
@@ -53,6 +55,19 @@ def reserved_words(reserved: Reserved) -> str:
         f"({reserved.place}) for {format_bytes(reserved.request_bytes)} on {stream}, where "
         f"{format_bytes(reserved.pool_free_bytes)} were free, {format_bytes(reserved.largest_free_bytes)} in one piece"
     )
+
+
+def speed_words(profile: Profile) -> str | None:
+    """Time of a step, tokens a second of all devices and MFU, each with its range; None where nobody predicted them."""
+    if not profile.step_seconds_high or profile.tokens_per_second is None:
+        return None
+    low, high = profile.step_seconds_low, profile.step_seconds_high
+    words = [f"step {ranged(profile.step_seconds, low, high, format_seconds)}"]
+    tokens = profile.tokens_per_second
+    words.append(f"{ranged(tokens.expected, tokens.low, tokens.high, format_count)} tokens/s")
+    if profile.mfu is not None:
+        words.append(f"MFU {ranged(profile.mfu.expected, profile.mfu.low, profile.mfu.high, share)}")
+    return "; ".join(words)
 
 
 def _budget_line(peak_bytes: int, budget_bytes: int) -> Text:

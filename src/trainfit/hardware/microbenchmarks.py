@@ -1,0 +1,228 @@
+"""calibrate(): what this machine takes for each class of operator, in under a minute.
+
+NOTE [ Warm and cold ]
+In a training step an operator reads what was written some operators ago. So no kernel is timed on one pair of buffers
+again and again, which would stay in the innermost cache: operands go round a pool of POOL_BYTES, and so do outputs.
+
+NOTE [ Whose seconds ]
+With one thread on a CPU, seconds are the processor's for this thread: what a neighbour took of the core is not in them.
+With several threads and on devices they are the clock's, the device's queue included. Both are the least of all rounds,
+which are made in PASSES over all kernels: a neighbour that slows down one pass is seldom there in the other.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainfit.hardware.calibration import Calibration, Table
+from trainfit.hardware.kernels import FP32_KERNELS, HALF_KERNELS, KERNELS, LAYOUTS, Make, apart, matrices
+from trainfit.hardware.overheads import operator_overheads
+from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
+from trainfit.profile import Precision
+
+POOL_BYTES = 16 * 2**20
+PASSES = 2
+ROUNDS = 2  # in each pass
+ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
+_ROUND_SECONDS = 2e-4  # calls are repeated within a round until it is that long
+_MAX_COPIES = 32
+_LONG_SECONDS = 8e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
+
+Sizes = tuple[float, ...]
+Position = tuple[int, ...]
+Measured = Mapping[Position, float]
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Grids:
+    """At which sizes to measure. max_matmul: multiply-adds; what is larger is taken in proportion."""
+
+    elements: Sizes = (1, 2**10, 2**13, 2**16, 2**18, 2**20, 2**22)
+    matmul: tuple[Sizes, Sizes, Sizes] = ((16, 64, 256, 1024, 4096),) * 3
+    max_matmul: int = 2**29
+    lengths: Sizes = (32, 64, 128, 256, 512, 1024)
+    head_dims: Sizes = (32, 64, 128)
+    copies: Sizes = (2**10, 2**16, 2**20, 2**23, 2**26)
+
+
+DEVICE_GRIDS = Grids(
+    elements=(1, 2**12, 2**16, 2**20, 2**24, 2**27),
+    matmul=((16, 128, 1024, 4096, 16384),) * 3,
+    max_matmul=2**37,
+    lengths=(128, 512, 1024, 2048, 4096),
+    head_dims=(64, 128),
+)
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of calls on one device. See NOTE [ Whose seconds ]."""
+
+    device: Accelerator
+    spreads: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        alone = self.device.kind == "cpu" and torch.get_num_threads() == 1
+        self.now = time.thread_time if alone else time.perf_counter
+
+    def seconds(self, calls: Sequence[Callable[[], Any]], num_bytes: int = 0) -> float:
+        """Of one call: each is made in turn, its output kept until as many bytes have passed as the pool has."""
+        kept: deque[Any] = deque(maxlen=max(1, min(_MAX_COPIES, POOL_BYTES // max(1, num_bytes))))
+        for call in calls[: 1 + (len(calls) > 1)]:
+            kept.append(call())  # the first call of a shape may build its kernel
+        once = self._round(calls[:1], 1, kept)
+        repeats = max(1, min(1000, int(_ROUND_SECONDS / max(once * len(calls), 1e-9))))
+        rounds = [self._round(calls, repeats, kept) for _ in range(ROUNDS)]
+        self.spreads.append(max(rounds) / min(rounds) - 1)
+        return min(rounds)
+
+    def _round(self, calls: Sequence[Callable[[], Any]], repeats: int, kept: deque[Any]) -> float:
+        self.device.synchronize()
+        begin = self.now()
+        for _ in range(repeats):
+            for call in calls:
+                kept.append(call())
+        self.device.synchronize()
+        return max(self.now() - begin, 1e-9) / (repeats * len(calls))
+
+
+@dataclass(frozen=True)
+class Series:
+    """One table to be: its axes, and how to measure what is on them, as seconds by position."""
+
+    axes: tuple[Sizes, ...]
+    measure: Callable[[], Measured]
+
+
+def calibrate(
+    device: Accelerator, *, grids: Grids | None = None, report: Report = lambda what, share: None
+) -> Calibration:
+    """Measures the device. report is told what is measured and the share that is done."""
+    watch = Stopwatch(device)
+    work = dict(_work(watch, device, grids or (Grids() if device.kind == "cpu" else DEVICE_GRIDS)))
+    best: dict[str, dict[Position, float]] = {name: {} for name in work}
+    with torch.no_grad():
+        for done, (name, series) in enumerate([*work.items()] * PASSES):
+            report(name, done / len(work) / PASSES)
+            for position, seconds in series.measure().items():
+                best[name][position] = min(seconds, best[name].get(position, seconds))
+    report("operators around their kernels", 1.0)
+    return Calibration(
+        device=device.name,
+        kind=device.kind,
+        num_threads=torch.get_num_threads(),
+        torch_version=torch.__version__,
+        date=datetime.now(UTC).date().isoformat(),
+        spread=statistics.median(watch.spreads),
+        per_operator=operator_overheads(watch.seconds, device),
+        tables={name: Table.grown(series.axes, best[name]) for name, series in work.items()},
+    )
+
+
+def _work(watch: Stopwatch, device: Accelerator, grids: Grids) -> Iterator[tuple[str, Series]]:
+    for precision in device.precisions:
+        for layout in LAYOUTS:
+            measure = partial(_matmuls, watch, layout, precision, grids)
+            yield f"matmul.{layout}.{precision}", Series(grids.matmul, measure)
+        for direction, kind in product(("forward", "backward"), ("causal", "whole")):
+            attend = partial(_attentions, watch, precision, grids, kind == "causal", direction == "backward")
+            axes = (grids.lengths, grids.head_dims)
+            yield f"attention.{direction}.{kind}.{precision}", Series(axes, attend)
+        for name, (make, call) in {**KERNELS, **(FP32_KERNELS if precision == "fp32" else HALF_KERNELS)}.items():
+            pool_bytes = (
+                4 * POOL_BYTES if name.startswith("foreach") else POOL_BYTES
+            )  # all gradients, one after another
+            kernel = partial(_kernel, watch, make, call, precision, grids, pool_bytes)
+            yield f"{name}.{precision}", Series((grids.elements,), kernel)
+    yield "rows.fp32", Series((grids.elements,), partial(_kernel, watch, apart, torch.neg, "fp32", grids))
+    if device.is_beside_host:
+        for name, to_device in (("to_device", True), ("to_host", False)):
+            yield name, Series((grids.copies,), partial(_host_copies, watch, grids, to_device))
+        host = Stopwatch(accelerator("cpu"))
+        host.now = time.perf_counter
+        update = partial(_kernel, host, *FP32_KERNELS["adamw"], "fp32", grids)
+        yield "host_adamw.fp32", Series((grids.elements,), update)
+
+
+def _kernel(
+    watch: Stopwatch,
+    make: Make,
+    call: Callable[..., Any],
+    precision: Precision,
+    grids: Grids,
+    pool_bytes: int = POOL_BYTES,
+) -> Measured:
+    dtype, device = DTYPES[precision], watch.device.device
+    measured: dict[Position, float] = {}
+    for position, (elements,) in _positions((grids.elements,)):
+        if max(measured.values(), default=0.0) > _LONG_SECONDS:
+            break
+        num_bytes = elements * dtype.itemsize
+        sets = [make(elements, dtype, device) for _ in range(_copies(num_bytes, pool_bytes))]
+        measured[position] = watch.seconds([partial(call, *each) for each in sets], num_bytes)
+    return measured
+
+
+def _copies(num_bytes: int, pool_bytes: int = POOL_BYTES) -> int:
+    return max(2, min(_MAX_COPIES, pool_bytes // max(1, num_bytes)))
+
+
+def _matmuls(watch: Stopwatch, layout: str, precision: Precision, grids: Grids) -> Measured:
+    dtype, device = DTYPES[precision], watch.device.device
+
+    def seconds(m: int, n: int, k: int) -> float:
+        num_bytes = (m * k + k * n + m * n) * dtype.itemsize
+        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(min(8, _copies(num_bytes)))]
+        return watch.seconds([partial(torch.mm, *each) for each in sets], m * n * dtype.itemsize)
+
+    return {
+        position: seconds(*sizes)
+        for position, sizes in _positions(grids.matmul)
+        if math.prod(sizes) <= grids.max_matmul
+    }
+
+
+def _positions(axes: tuple[Sizes, ...]) -> Iterator[tuple[Position, tuple[int, ...]]]:
+    for position in product(*(range(len(axis)) for axis in axes)):
+        yield position, tuple(int(axis[at]) for axis, at in zip(axes, position))
+
+
+def _attentions(watch: Stopwatch, precision: Precision, grids: Grids, causal: bool, backward: bool) -> Measured:
+    dtype, device = DTYPES[precision], watch.device.device
+
+    def seconds(length: int, dim: int) -> float:
+        whole = torch.full((1, length, ATTENTION_HEADS, dim), 0.5, dtype=dtype, device=device)
+        query, key, value = (whole.clone().transpose(1, 2).requires_grad_(backward) for _ in range(3))
+        attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)
+        if not backward:
+            return watch.seconds([attend], query.nbytes)
+        with torch.enable_grad():
+            output = attend()
+        gradient = torch.full_like(output, 0.5)
+        gradients = partial(torch.autograd.grad, output, (query, key, value), gradient, retain_graph=True)
+        return watch.seconds([gradients], 3 * query.nbytes)
+
+    return {position: seconds(*sizes) for position, sizes in _positions((grids.lengths, grids.head_dims))}
+
+
+def _host_copies(watch: Stopwatch, grids: Grids, to_device: bool) -> Measured:
+    def seconds(num_bytes: int) -> float:
+        there = torch.zeros(num_bytes, dtype=torch.uint8, device=watch.device.device)
+        here = watch.device.pinned((num_bytes,), torch.uint8)
+        target, source = (there, here) if to_device else (here, there)
+        return watch.seconds([partial(target.copy_, source, non_blocking=True)])
+
+    return {position: seconds(*sizes) for position, sizes in _positions((grids.copies,))}
