@@ -56,14 +56,19 @@ def test_a_plan_that_does_not_fit_still_has_its_page(folder, capsys):
     assert "Does not fit:" in (folder / "plan.html").read_text()
 
 
-def test_rehearse_and_measure_write_theirs(folder, capsys):
+def test_rehearse_writes_its_page(folder, capsys):
     step = (*MODEL, "--micro-batch", "2", "--accumulation", "2")
     assert main(["rehearse", *step, "--device", "cpu", "--json", "--html", "step.html"]) == 0
     profile = json.loads(capsys.readouterr().out)
     page = (folder / "step.html").read_text()
     assert f"comes in the {profile['peak_phase']} phase" in page
     assert "the last of 2 micro batches" in page
-    assert main(["measure", *step, "--device", "cpu", "--steps", "0", "--html", "both.html"]) == 0
+
+
+def test_measure_writes_its_page(folder):
+    assert (
+        main(["measure", *MODEL, "--micro-batch", "2", "--device", "cpu", "--steps", "0", "--html", "both.html"]) == 0
+    )
     page = (folder / "both.html").read_text()
     assert page.count("plot area") == 2
     assert "error of the prediction" in page
