@@ -144,6 +144,18 @@ def test_plan_that_fits(capsys):
     assert any("1000 tokens" in note and "992" in note for note in plan["notes"])
 
 
+def test_plan_takes_the_optimizer_and_the_cast_that_are_asked_for(capsys):
+    target = ("--device", "ascend-910a", "--seq-len", "32", "--tokens-per-step", "1000", "--memory", "1GiB")
+    asked = ("--precision", "fp16", "--optimizer", "kernel=foreach,states=int8", "--cast", "block")
+    strategy = run_json(capsys, "plan", "config.json", *target, *asked)["chosen"]["strategy"]
+    assert (strategy["cast"], strategy["precision"]) == ("block", "fp16")
+    assert (strategy["optimizer"]["kernel"], strategy["optimizer"]["states"]) == ("foreach", "int8")
+    [note] = [note for note in run_json(capsys, "plan", "config.json", *target)["notes"] if "auto" in note]
+    assert note == (
+        "precision auto took fp32 on ascend-910a, which has no bf16 and computes 62 times as fast with --precision fp16"
+    )
+
+
 def test_plan_that_does_not_fit_is_still_json(capsys):
     target = ("--device", "cpu", "--seq-len", "32", "--tokens-per-step", "64", "--memory", "100kiB")
     assert main(["plan", "config.json", *target, "--json"]) == 2

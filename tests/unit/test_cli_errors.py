@@ -131,6 +131,9 @@ CASES = [
     ([*TARGET, "--memory", "-1GiB"], "is not a size"),
     ([*TARGET, "--memory", "900TiB"], "is more than"),
     (["plan", *MODEL, "--device", "cpu"], "--tokens-per-step is missing"),
+    ([*TARGET, "--cast", "whole"], "unknown cast 'whole'"),
+    ([*TARGET, "--cast", "block"], "set precision: bf16"),
+    ([*TARGET, "--optimizer", "moments=int8"], "states=int8"),
     (["plan", *MODEL, "--device", "cpu", "--tokens-per-step", "many"], "4M"),
     # recipes
     (["train"], "missing argument 'RECIPE'"),

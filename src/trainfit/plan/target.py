@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Kind
@@ -68,6 +68,8 @@ class Target:
             )
         if self.precision not in PRECISIONS:
             raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
+        if self.cast not in get_args(Cast):
+            raise RecipeError(f"unknown cast {self.cast!r}; it is {' or '.join(get_args(Cast))}")
         may_be_half = self.precision != "fp32" or "precision" in self.may_change
         if self.cast == "block" and not may_be_half:
             raise RecipeError("cast block casts fp32 weights to a lower precision, which is fp32; set precision: bf16")
