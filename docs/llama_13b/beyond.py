@@ -153,7 +153,7 @@ def gpt(answers: Answers) -> str:
     plan = answers.plan(GPT_PLAN)
     profiles = {case: answers.profile(case) for case in GPT_CASES}
     good = [case for case, profile in profiles.items() if profile.needed_bytes <= plan.allowed_bytes]
-    one, many = ([c.name for c in good if (c.setting.devices == 1) is single] for single in (True, False))
+    one, many = ([f'"{c.name}"' for c in good if (c.setting.devices == 1) is single] for single in (True, False))
     plain = profiles[GPT_CASES[0]]
     return "\n\n".join(
         [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainfit.hardware import Hardware
 from trainfit.hardware.runtime import rehearsed
-from trainfit.profile import TIERS, Precision, Tier
+from trainfit.profile import Precision, Tier
 from trainfit.rehearsal.rehearse import fake_tensors
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step import prepare
@@ -46,7 +46,7 @@ def block_story(workload: Workload, hardware: Hardware, batch: int, precision: P
     tracer = Tracer(workload, hardware, precision=precision, cast="block")
     blocks = tracer.trace(batch, precision, [1], accumulates=False).blocks
     return BlockStory(
-        saved={tier: blocks[0, tier].saved_bytes for tier in TIERS},
+        saved={tier: each.saved_bytes for (structure, tier), each in blocks.items() if structure == 0},
         hidden_bytes=batch * workload.seq_len * tracer.facts.dim * 2,
         kinds=saved_kinds(workload, hardware, batch, precision),
     )

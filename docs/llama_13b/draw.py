@@ -95,7 +95,7 @@ def _legend() -> list[str]:
     for part in PARTS:
         body.append(f'<rect class="{part}" x="{x:.1f}" y="48" width="13" height="13" rx="2"/>')
         body.append(text(x + 18, 59, _WORDS[part]))
-        x += 34 + 7.4 * len(_WORDS[part])
+        x += 40 + 8 * len(_WORDS[part])
     return body
 
 

@@ -1,6 +1,6 @@
 """Answers of all jobs, kept in a file as they come, so that a run that was stopped goes on, and new words cost nothing.
 
-They are kept under a hash of trainfit's source: other code, other answers.
+They are kept under a hash of the rooms of trainfit that they come from: other code, other answers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from llama_13b.cases import Answer, Job, Question, answer
 from trainfit.plan import Plan
 from trainfit.profile import Profile
 
+PARTS = ("profile.py", "hardware", "workload", "techniques", "step", "rehearsal", "plan")
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "llama-13b"
 
 
 def source_hash() -> str:
     """Of what answers depend on beside the jobs."""
     digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for path in sorted(Path(trainfit.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    package = Path(trainfit.__file__).parent
+    for path in sorted(path for part in PARTS for path in [package / part, *(package / part).rglob("*.py")]):
+        if path.is_file():
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
