@@ -73,8 +73,10 @@ def one_block(answers: Answers, story: BlockStory) -> str:
             table(["tier", "GB", "in hidden tensors"], tiers),
             prose(
                 f"""
-                And tensor by tensor, as autograd's own hook sees `keep`, each memory once; they add up to
-                {story.listed_bytes / GB:.3f} GB, the tracer's figure is {story.saved["keep"] / GB:.3f} GB:
+                And tensor by tensor, as autograd's own hook sees `keep`, each memory once. They add up to
+                {story.listed_bytes / GB:.3f} GB; this card's attention keeps another
+                {story.kernel_bytes / GB:.3f} GB that PyTorch does not list, the largest score and the sum of each row
+                eight times over. The tracer's figure has both, {story.saved["keep"] / GB:.3f} GB:
                 """
             ),
             table(["shape", "dtype", "tensors", "GB"], rows, left=2),
