@@ -21,6 +21,7 @@ from trainfit.report.html.scatter import place_labels
 from trainfit.report.html.strip import runs_of
 from trainfit.report.html.style import CSS
 from trainfit.report.names import NAMES, TIER_WORDS
+from trainfit.report.profile_view import speed_words
 from trainfit.step import Strategy
 from trainfit.units import parse_bytes
 
@@ -335,6 +336,15 @@ def test_reserved_memory_is_a_line_where_it_is_known():
     assert "limit reserved" in page
     assert "reserved by the allocator 14.0 GiB" in page
     assert "limit reserved" not in without
+
+
+def test_speed_has_its_range_where_it_was_predicted():
+    about = {"model": "m", "device": "d", "seq_len": 8, "budget_bytes": 16 * GIB}
+    known = make_profile(step_seconds_low=2.0, step_seconds_high=6.0, tokens=1200)
+    page = profile_page(known, Strategy(1), **about)
+    assert "Predicted: step " in page
+    assert speed_words(known) in page
+    assert "Predicted: step " not in profile_page(make_profile(), Strategy(1), **about)
 
 
 def test_a_budget_far_above_does_not_press_the_picture_flat():

@@ -16,7 +16,7 @@ from trainfit.report.html.style import CSS, SCRIPT
 from trainfit.report.names import NAMES
 from trainfit.report.peak_words import explain_peak
 from trainfit.report.plan_view import letters, side_rows
-from trainfit.report.profile_view import reserved_words
+from trainfit.report.profile_view import reserved_words, speed_words
 from trainfit.step.strategy import Strategy, describe_strategy
 from trainfit.units import format_bytes, format_count, format_seconds
 
@@ -44,6 +44,7 @@ def plan_page(plan: Plan) -> Markup:
         *_header(title, f"Plan {plan.hash}: {describe_strategy(plan.strategy)}", verdict, facts),
         reason,
         *_notes(plan.notes),
+        *_speed(plan.predicted),
         *_memory_section(plan.predicted, plan.strategy, allowed_bytes=plan.allowed_bytes),
         *_tier_section(plan.strategy.tiers),
         *_alternatives_section(plan),
@@ -75,6 +76,7 @@ def profile_page(
     body = [
         *_header(f"{model} on {device}", about, _verdict(left >= 0, left), facts),
         *_notes(notes),
+        *_speed(profile),
         *_memory_section(profile, strategy, allowed_bytes=budget_bytes, limit="usable"),
         *_tier_section(strategy.tiers),
     ]
@@ -136,6 +138,12 @@ def _header(title: str, about: str, verdict: Markup, facts: Sequence[tuple[str, 
 def _verdict(fits: bool, left: int) -> Markup:
     words = f"Fits, with {format_bytes(left)} to spare." if fits else f"Does not fit: {format_bytes(-left)} too much."
     return element("p", words, class_="good" if fits else "bad")
+
+
+def _speed(profile: Profile) -> list[Markup]:
+    """Times and rates with their ranges, where they were predicted."""
+    words = speed_words(profile)
+    return [] if words is None else [element("p", f"Predicted: {words}.")]
 
 
 def _notes(notes: Iterable[str]) -> list[Markup]:
