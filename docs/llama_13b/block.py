@@ -87,7 +87,7 @@ class KernelBytes(TorchDispatchMode):
     """Adds up what a device's kernels keep more than the CPU's, whose operators a rehearsal runs."""
 
     def __init__(self, kind: Kind) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind, self.num_bytes = kind, 0
 
     def __torch_dispatch__(
