@@ -35,6 +35,8 @@ BOUNDS: tuple[tuple[float, float], ...] = ((1.00, 378), (1.04, 253), (1.14, 156)
 # (activation, loss chunks), the whole batch at once: what tiers do where no smaller micro batch helps. Not bounded.
 TIERS_ALONE: tuple[tuple[str, int], ...] = (
     ("keep", 16),
+    ("selective", 16),
+    ("recompute_core", 16),
     ("7*pointwise,1*keep", 16),
     ("1*full,3*attention,4*pointwise", 16),
     ("4*full,2*attention,2*pointwise", 8),
