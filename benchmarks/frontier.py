@@ -1,4 +1,4 @@
-"""Speed against memory on the reference model: benchmarks/fair.sh python benchmarks/frontier.py [rounds]
+"""Speed against memory on the reference model: benchmarks/fair.sh python benchmarks/frontier.py [rounds] [tiers]
 
 Every variant runs one step in turn, round after round, so that a noisy neighbour hits all alike. Time is the median of
 the rounds' ratios to the plain step of the same round; memory is the heap's peak above what is live between steps.
@@ -35,6 +35,8 @@ BOUNDS: tuple[tuple[float, float], ...] = ((1.00, 378), (1.04, 253), (1.14, 156)
 # (activation, loss chunks), the whole batch at once: what tiers do where no smaller micro batch helps. Not bounded.
 TIERS_ALONE: tuple[tuple[str, int], ...] = (
     ("keep", 16),
+    ("selective", 16),
+    ("recompute_core", 16),
     ("7*pointwise,1*keep", 16),
     ("1*full,3*attention,4*pointwise", 16),
     ("4*full,2*attention,2*pointwise", 8),
@@ -138,7 +140,8 @@ WORKLOAD = workload_from_module(new_model, seq_len=CONFIG.seq_len, vocab_size=CO
 THIS_MACHINE = this_machine("cpu")
 
 
-def main(rounds: int) -> int:
+def main(rounds: int, *, plans: bool = True) -> int:
+    """plans: whether the planner's choices are run, beside tiers alone."""
     torch.set_num_threads(1)
     heap = Heap()
     variants = [
@@ -147,7 +150,7 @@ def main(rounds: int) -> int:
         Variant("plain loop, fused AdamW", plain_step(fused=True)),
         Variant("TrainStep, no technique", trainfit_step(whole_batch("keep", 1))),
     ]
-    for ratio, megabytes in BOUNDS:
+    for ratio, megabytes in BOUNDS if plans else ():
         strategy = planned(megabytes)
         variants.append(Variant(f"plan: {name_of(strategy)}", trainfit_step(strategy), ratio, megabytes))
     variants += [
@@ -185,4 +188,4 @@ def report(variants: list[Variant]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 9))
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 9, plans="tiers" not in sys.argv[2:]))

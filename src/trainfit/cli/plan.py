@@ -139,8 +139,15 @@ def _choose(
     say: Say,
 ) -> tuple[Workload, float | None, Plan]:
     """The plan, and the workload and clipping that it is for."""
-    from trainfit.cli.setup import choose_budget, choose_precision, open_workload, recipe_target, time_notes
-    from trainfit.plan import Target, choose
+    from trainfit.cli.setup import (
+        choose_budget,
+        choose_for,
+        choose_precision,
+        open_workload,
+        recipe_target,
+        time_notes,
+    )
+    from trainfit.plan import Target
     from trainfit.plan.layout import default_layouts
     from trainfit.step.strategy import parse_variant
 
@@ -160,7 +167,7 @@ def _choose(
     said |= {} if cast is None else {"cast": cast}
     target = replace(target, **said)
     norm = recipe.max_grad_norm if recipe else 1.0
-    made = choose(workload, hardware, target, max_grad_norm=norm, on_progress=say)
+    made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=norm)
     return workload, norm, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
 
 

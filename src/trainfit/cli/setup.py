@@ -14,11 +14,13 @@ from trainfit.cli.options import StepOptions
 from trainfit.errors import DeviceError, DoesNotFitError, RecipeError
 from trainfit.hardware import Accelerator, Hardware, Launch, accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
+from trainfit.plan.compare import situation_of
+from trainfit.plan.held import choose_held
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.profile import PRECISIONS, AllocatorSettings, Layout, LossScale, OptimizerVariant, Precision, Tier
 from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
-from trainfit.step.strategy import describe_strategy, describe_variant, parse_variant
+from trainfit.step.strategy import describe_strategy, describe_variant, format_tiers, parse_variant
 from trainfit.techniques.chunked_loss import auto_chunks
 from trainfit.techniques.pipeline_cut import divide
 from trainfit.train import Recipe, load_recipe, recipe_workload
@@ -187,10 +189,26 @@ def plan_recipe(
     target, notes = recipe_target(recipe, workload, hardware)
     if optimizer is not None and "optimizer" in target.may_change:
         target = replace(target, optimizer=optimizer, may_change=target.may_change - {"optimizer"})
-    plan = choose(workload, hardware, target, max_grad_norm=recipe.max_grad_norm, on_progress=say)
+    plan = choose_for(recipe, workload, hardware, target, say, max_grad_norm=recipe.max_grad_norm)
     if not plan.fits:
         raise DoesNotFitError(plan.reason)
     return replace(plan, notes=(*notes, *plan.notes))
+
+
+def choose_for(
+    recipe: Recipe | None,
+    workload: Workload,
+    hardware: Hardware,
+    target: Target,
+    say: Say,
+    *,
+    max_grad_norm: float | None,
+) -> Plan:
+    """The best plan for a target, with the tiers of the recipe's policy where it names one."""
+    if recipe is None or recipe.activation is None:
+        return choose(workload, hardware, target, max_grad_norm=max_grad_norm, on_progress=say)
+    policy = parse_policy(recipe.activation)
+    return choose_held(workload, hardware, target, policy, max_grad_norm=max_grad_norm, on_progress=say)
 
 
 def read_plan(path: Path) -> Plan:
@@ -243,6 +261,13 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
     ):
         if planned_as != asked_as:
             raise RecipeError(f"the plan has {what} {planned_as}, the recipe {asked_as}; plan again with the recipe")
+    if recipe.activation and not (policy := parse_policy(recipe.activation)).needs_prices:
+        tiers = policy.tiers(situation_of(plan.strategy))
+        if plan.strategy.tiers != tiers:
+            raise RecipeError(
+                f"the plan's tiers are {format_tiers(plan.strategy.tiers)}, the recipe's activation {policy} makes "
+                f"{format_tiers(tiers)}; plan again with the recipe"
+            )
     if "optimizer" not in target.may_change and plan.strategy.optimizer != target.optimizer:
         planned, asked = (
             ", ".join(describe_variant(each)) or "fused AdamW" for each in (plan.strategy.optimizer, target.optimizer)

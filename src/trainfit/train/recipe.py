@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from trainfit.errors import RecipeError
+from trainfit.plan.policies import parse_policy
 from trainfit.profile import (
     AllocatorSettings,
     Cast,
@@ -227,6 +228,7 @@ class AllocatorSection(_Section):
 class Recipe(_Section):
     """One training run. memory None means all that the device has; steps None means `epochs` passes over the text.
 
+    activation: a policy that decides the tiers; None leaves them to the plan.
     weights: a folder of safetensors to start from. freeze, train_only: patterns on names of parameters.
     """
 
@@ -245,6 +247,7 @@ class Recipe(_Section):
     freeze: Patterns | None = None
     train_only: Patterns | None = None
     frozen_weights: FrozenStorage = "fp32"
+    activation: Annotated[str, BeforeValidator(lambda value: str(parse_policy(str(value))))] | None = None
     may_change: tuple[Literal["precision", "optimizer"], ...] = ()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
