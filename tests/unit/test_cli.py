@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainfit.cli.main import main
 from trainfit.hardware import catalogue, find_device
@@ -260,3 +261,30 @@ run_folder: {tmp_path / "run"}
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     assert main(["train", str(recipe), "optimizer.states=fp32", "--plan", str(tmp_path / "plan.json")]) == 2
     assert "the plan's optimizer is" in capsys.readouterr().err
+
+
+def test_devices_calibrates_and_says_so_from_then_on(capsys, monkeypatch, tmp_path):
+    """On a small grid: what is measured is the business of other tests."""
+    from trainfit.hardware import microbenchmarks
+
+    small = microbenchmarks.Grids(
+        elements=(1, 2**10), matmul=((16, 64),) * 3, lengths=(16,), head_dims=(16,), copies=(2**10,)
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(microbenchmarks, "Grids", lambda: small)
+    assert main(["devices", "--calibrate", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "tables in" in err
+    row = json.loads(out)["devices"][0]
+    assert row["calibration"]["num_threads"] == torch.get_num_threads()
+    assert "tables" not in row["calibration"]
+    assert row["tflops"]["fp32"]["source"].startswith("measured here on ")
+    assert run_json(capsys, "devices")["devices"][0] == row
+    (path,) = (tmp_path / "trainfit" / "calibration").glob("*.json")
+    rehearsed = run_json(capsys, "rehearse", "gpt2", "--seq-len", "16", "--device", "cpu")
+    assert any("calibration, measured here on" in note for note in rehearsed["notes"])
+    assert rehearsed["step_seconds_low"] < rehearsed["step_seconds"] < rehearsed["step_seconds_high"]
+    assert rehearsed["mfu"]["low"] < rehearsed["mfu"]["high"]
+    path.write_text("{")
+    assert main(["devices"]) == 2
+    assert "devices --calibrate" in capsys.readouterr().err

@@ -6,8 +6,8 @@ again and again, which would stay in the innermost cache: operands go round a po
 
 NOTE [ Whose seconds ]
 With one thread on a CPU, seconds are the processor's for this thread: what a neighbour took of the core is not in them.
-With several threads and on devices they are the clock's, the device's queue included. Both are the least of all rounds,
-which are made in PASSES over all kernels: a neighbour that slows down one pass is seldom there in the other.
+With several threads and on devices they are the clock's, the device's queue included. Calls are timed in PASSES over
+all kernels, of which the faster counts: a neighbour that slows down one pass is seldom there in the other.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from trainfit.profile import Precision
 
 POOL_BYTES = 16 * 2**20
 PASSES = 2
-ROUNDS = 2  # in each pass
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
-_ROUND_SECONDS = 2e-4  # calls are repeated within a round until it is that long
+_SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
+_SAMPLES_SECONDS = 2e-3  # samples are taken for as long, within these bounds
+_MIN_SAMPLES, _MAX_SAMPLES = 3, 24
 _MAX_COPIES = 32
-_LONG_SECONDS = 8e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
+_LONG_SECONDS = 4e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
 
 Sizes = tuple[float, ...]
 Position = tuple[int, ...]
@@ -79,24 +80,31 @@ class Stopwatch:
         self.now = time.thread_time if alone else time.perf_counter
 
     def seconds(self, calls: Sequence[Callable[[], Any]], num_bytes: int = 0) -> float:
-        """Of one call: each is made in turn, its output kept until as many bytes have passed as the pool has."""
-        kept: deque[Any] = deque(maxlen=max(1, min(_MAX_COPIES, POOL_BYTES // max(1, num_bytes))))
-        for call in calls[: 1 + (len(calls) > 1)]:
-            kept.append(call())  # the first call of a shape may build its kernel
-        once = self._round(calls[:1], 1, kept)
-        repeats = max(1, min(1000, int(_ROUND_SECONDS / max(once * len(calls), 1e-9))))
-        rounds = [self._round(calls, repeats, kept) for _ in range(ROUNDS)]
-        self.spreads.append(max(rounds) / min(rounds) - 1)
-        return min(rounds)
+        """Of one call: each is made in turn, its output kept until as many bytes have passed as the pool has.
 
-    def _round(self, calls: Sequence[Callable[[], Any]], repeats: int, kept: deque[Any]) -> float:
+        What a neighbour does to the caches lengthens some samples, so the lower quartile of them counts.
+        """
+        num_kept = max(1, min(_MAX_COPIES, POOL_BYTES // max(1, num_bytes)))
+        kept: deque[Any] = deque(maxlen=num_kept)
+        # The first call of a shape may build its kernel, and outputs have to lie where memory was touched before.
+        for at in range(num_kept + 1):
+            kept.append(calls[at % len(calls)]())
+        once = self._sample(calls[0], 1, kept)
+        repeats = max(1, min(1000, int(_SAMPLE_SECONDS / once)))
+        count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(_SAMPLES_SECONDS / (once * repeats))))
+        samples = sorted(self._sample(calls[at % len(calls)], repeats, kept) for at in range(count))
+        quartile, median = samples[len(samples) // 4], statistics.median(samples)
+        self.spreads.append(median / quartile - 1)
+        return quartile
+
+    def _sample(self, call: Callable[[], Any], repeats: int, kept: deque[Any]) -> float:
+        """Mean seconds of some calls in a row."""
         self.device.synchronize()
         begin = self.now()
         for _ in range(repeats):
-            for call in calls:
-                kept.append(call())
+            kept.append(call())
         self.device.synchronize()
-        return max(self.now() - begin, 1e-9) / (repeats * len(calls))
+        return max(self.now() - begin, 1e-9) / repeats
 
 
 @dataclass(frozen=True)
