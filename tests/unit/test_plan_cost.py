@@ -1,4 +1,4 @@
-"""The fast model against a naive simulation of the step's events, and what the search keeps."""
+"""The fast model against a naive simulation of the step's events."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfit.plan.cost import BlockTable, Resident, peak_bytes, step_seconds
-from trainfit.plan.search import tier_splits, unbeaten
-from trainfit.profile import SEARCH_TIERS, BlockTrace, ShellTrace
+from trainfit.profile import TIERS, BlockTrace, ShellTrace
 
 sizes = st.integers(0, 2**40)
 blocks = st.builds(
@@ -29,8 +28,8 @@ residents = st.builds(Resident, sizes, sizes, sizes, sizes, sizes, st.floats(0, 
 def models(draw):
     """Structures of up to six blocks, their traces under every tier, and one assignment."""
     structures = draw(st.lists(st.integers(0, 1), max_size=6))
-    traces = {(structure, tier): draw(blocks) for structure in (0, 1) for tier in SEARCH_TIERS}
-    tiers = draw(st.lists(st.sampled_from(SEARCH_TIERS), min_size=len(structures), max_size=len(structures)))
+    traces = {(structure, tier): draw(blocks) for structure in (0, 1) for tier in TIERS}
+    tiers = draw(st.lists(st.sampled_from(TIERS), min_size=len(structures), max_size=len(structures)))
     return structures, traces, tiers
 
 
@@ -53,7 +52,7 @@ def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace) ->
 
 
 def as_rows(tiers: list[str]) -> np.ndarray:
-    return np.array([[SEARCH_TIERS.index(tier) for tier in tiers]], dtype=np.int64).reshape(1, len(tiers))
+    return np.array([[TIERS.index(tier) for tier in tiers]], dtype=np.int64).reshape(1, len(tiers))
 
 
 @given(residents, models(), shells)
@@ -61,7 +60,7 @@ def test_peak_is_the_highest_of_all_events(resident, model, shell):
     structures, traces, tiers = model
     table = BlockTable.of(structures, traces)
     expected = simulate(resident, [traces[each] for each in zip(structures, tiers)], shell)
-    assert peak_bytes(resident, table, as_rows(tiers), shell).tolist() == [expected]
+    assert peak_bytes(resident, table.problem(shell), as_rows(tiers)).tolist() == [expected]
 
 
 @given(models(), shells, st.integers(1, 9))
@@ -75,21 +74,3 @@ def test_seconds_grow_with_micro_batches_and_the_optimizer_runs_once(model, shel
     )
     assert one[0] == pytest.approx(by_hand)
     assert many[0] == pytest.approx(one[0] * micro_batches)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
-def test_unbeaten_rows_are_the_pareto_front(rows):
-    peaks, seconds = (np.array(column) for column in zip(*rows))
-    kept = unbeaten(peaks, seconds.astype(float))
-    points = {rows[row] for row in kept}
-    front = {(p, s) for p, s in rows if not any(q <= p and t <= s and (q, t) != (p, s) for q, t in rows)}
-    assert points == front
-    assert len(points) == len(kept)
-
-
-def test_tier_splits_have_up_to_three_runs_that_keep_more_and_more():
-    splits = [tuple(SEARCH_TIERS[tier] for tier in row) for row in tier_splits(4)]
-    assert len(splits) == len(set(splits)) == 4 + 6 * 3 + 4 * 3
-    assert ("full", "attention", "keep", "keep") in splits
-    assert ("keep", "full", "full", "full") not in splits
-    assert tier_splits(0).shape == (1, 0)

@@ -148,7 +148,7 @@ def _choose(
         time_notes,
     )
     from trainfit.plan import Target
-    from trainfit.plan.layout import default_layouts
+    from trainfit.profile import Layout
     from trainfit.step.strategy import parse_variant
 
     say(f"Building {model}")
@@ -162,7 +162,8 @@ def _choose(
         asked, _ = recipe_target(recipe, workload, hardware)
         target = replace(asked, budget_bytes=budget_bytes, tokens_per_step=tokens, precision=taken, may_change=changes)
     else:
-        target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, default_layouts(hardware.count))
+        layouts = () if hardware.count > 1 else (Layout(),)
+        target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, layouts)
     said: dict[str, Any] = {} if optimizer is None else {"optimizer": parse_variant(optimizer)}
     said |= {} if cast is None else {"cast": cast}
     target = replace(target, **said)

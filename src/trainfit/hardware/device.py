@@ -124,6 +124,11 @@ class Hardware:
         """Whether it is the host itself, whose memory all processes share; other devices are each process's own."""
         return self.spec.kind == "cpu"
 
+    @property
+    def node_size(self) -> int:
+        """Devices within one machine; of a host's processes all."""
+        return self.count if self.is_host else min(self.count, self.spec.devices_per_node)
+
     def shared_by(self, processes: int) -> Hardware:
         """What one of several processes on this machine has: a device of its own, or its part of the host's memory."""
         return replace(self, limit_bytes=self.usable_bytes // processes) if self.is_host else self

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
-from trainfit.errors import RecipeError
+from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.plan import Alternative, Plan
-from trainfit.plan.search import Candidate, search
+from trainfit.plan.reasons import accuracy_note, allocator_note, alternatives_of, more_memory, notes_of, why, why_not
+from trainfit.plan.search import Candidate, Search
+from trainfit.plan.space import layout_of
 from trainfit.plan.target import Target
-from trainfit.plan.variants import Tracers, skipping
-from trainfit.profile import AllocatorSettings, OptimizerVariant, Profile
-from trainfit.rehearsal.rehearse import rehearse
-from trainfit.step.strategy import Strategy, describe_strategy, describe_variant, parse_tiers
-from trainfit.techniques.optimizer import ACCURACY_WORDS, accuracy_of, bytes_per_parameter
-from trainfit.units import format_bytes
+from trainfit.plan.variants import Tracers
+from trainfit.profile import OptimizerVariant, Profile
+from trainfit.rehearsal.rehearse import block_passes, rehearse
+from trainfit.rehearsal.shorten import shortened
+from trainfit.step.strategy import Strategy, describe_strategy, parse_tiers
+from trainfit.techniques.optimizer import skipping
 from trainfit.workload import Workload
 
-_REHEARSALS = 3  # of candidates that fit, before the fastest of them is chosen
+_FITTING = 3  # candidates that fit, before the fastest of them is chosen
 _ATTEMPTS = 8  # rehearsals in all
+_PASSES = 330  # of one micro batch through one block, in all rehearsals after the first: large models get fewer
+_LONG = 60  # such passes: what takes more is rehearsed short first
+_SLACK = 0.01  # of what is allowed: what a rehearsal leaves free beyond that is offered to the search again
+
+_WORTH_IT = 0.995  # of the seconds of one that fits: another of its kind that is rehearsed must take less
 
 Progress = Callable[[str], None]
+Exact = Callable[..., Profile]  # (strategy, model=the whole one)
 
 
 def choose(
@@ -37,6 +45,52 @@ def choose(
     Plan.fits is False when there is none; the plan then holds the smallest one. Raises DeviceError for a precision that
     the device lacks and RecipeError for a target of another sequence length than the workload's.
     """
+    _check(workload, hardware, target)
+    allowed = target.allowed_bytes(hardware.spec.kind)
+    on_progress("tracing one block")
+    tracers = Tracers(workload, hardware, target)
+    search = Search(tracers, hardware, target, allowed, clips=max_grad_norm is not None, on_progress=on_progress)
+    if not search.points:
+        raise _too_few_micro_batches(target)
+
+    def exact(strategy: Strategy, model: Workload = workload) -> Profile:
+        on_progress(f"rehearsing {describe_strategy(strategy)}")
+        profiles = [
+            rehearse(model, strategy, hardware, rank=rank, max_grad_norm=max_grad_norm)
+            for rank in judged_ranks(strategy)
+        ]
+        sequences = target.sequences_per_rank(layout_of(strategy))
+        return _of_window(_worst(profiles), strategy, sequences)
+
+    plain = _plain(len(workload.anatomy().blocks), target, hardware, search, exact)
+    rehearsals = Rehearsals(search, exact, allowed)
+    chosen, profile = rehearsals.best()
+    chosen = rehearsals.expanded.get(chosen.strategy, chosen)
+    profile = rehearsals.profiles[chosen.strategy]
+    fits = profile.needed_bytes <= allowed
+    on_progress("weighing what lost")
+    return Plan(
+        allowed_bytes=allowed,
+        target=target,
+        device=hardware.spec.name,
+        workload=workload.name,
+        strategy=chosen.strategy,
+        predicted=profile,
+        plain=plain,
+        alternatives=tuple(alternatives_of(search, rehearsals.profiles, chosen, profile)),
+        reason=why(chosen, profile, plain, allowed) if fits else why_not(profile, target, hardware),
+        notes=(
+            *notes_of(target),
+            *accuracy_note(target, chosen.strategy, tracers.of(target.optimizer).facts.num_trained),
+            *allocator_note(chosen.strategy, profile, rehearsals.profiles, allowed),
+            *rehearsals.notes,
+        ),
+        binds=chosen.binding(profile.peak_phase),
+        more_memory=more_memory(search, chosen, profile) if fits else None,
+    )
+
+
+def _check(workload: Workload, hardware: Hardware, target: Target) -> None:
     hardware.require(target.precision)
     if workload.make_optimizer is not None and "optimizer" in target.may_change:
         raise RecipeError(
@@ -46,38 +100,6 @@ def choose(
         raise RecipeError(
             f"the target's seq_len is {target.seq_len}, the workload's {workload.seq_len}; make them equal"
         )
-    allowed = target.allowed_bytes(hardware.spec.kind)
-    on_progress("tracing one block")
-    tracers = Tracers(workload, hardware, target)
-    found = search(tracers, hardware, target, allowed, clips=max_grad_norm is not None)
-    num_trained = tracers.of(target.optimizer).facts.num_trained
-    if not found:
-        raise _too_few_micro_batches(target)
-
-    def exact(strategy: Strategy) -> Profile:
-        on_progress(f"rehearsing {describe_strategy(strategy)}")
-        return rehearse(workload, strategy, hardware, max_grad_norm=max_grad_norm)
-
-    plain = _plain(len(workload.anatomy().blocks), target, hardware, exact)
-    expands = target.allocator is None and not hardware.is_host
-    chosen, profile, rehearsed = _rehearse_best(found, allowed, exact, expands=expands)
-    fits = profile.needed_bytes <= allowed
-    return Plan(
-        allowed_bytes=allowed,
-        target=target,
-        device=hardware.spec.name,
-        workload=workload.name,
-        strategy=chosen.strategy,
-        predicted=profile,
-        plain=plain,
-        alternatives=tuple(_alternatives(found, rehearsed, chosen, profile, allowed)),
-        reason=_why(chosen, profile, plain, allowed) if fits else _why_not(profile, target, hardware),
-        notes=(
-            *_notes(target),
-            *_accuracy_note(target, chosen.strategy, num_trained),
-            *_allocator_note(chosen.strategy, profile, rehearsed, allowed),
-        ),
-    )
 
 
 def _too_few_micro_batches(target: Target) -> RecipeError:
@@ -91,44 +113,174 @@ def _too_few_micro_batches(target: Target) -> RecipeError:
     )
 
 
-def _rehearse_best(
-    found: list[Candidate], allowed: int, exact: Callable[[Strategy], Profile], *, expands: bool = False
-) -> tuple[Candidate, Profile, dict[Strategy, Profile]]:
-    """Rehearse the fastest that should fit; of those that do, take the fastest. Else the smallest of all.
+def judged_ranks(strategy: Strategy) -> tuple[int, ...]:
+    """Ranks whose rehearsals say whether a strategy fits: the first of a pipeline's first and of its last stage.
 
-    expands: one that only fragmentation keeps from fitting may have expandable segments.
+    The first stage has the most micro batches under way and the embedding, the last one head and loss.
     """
-    rehearsed: dict[Strategy, Profile] = {}
+    stages = strategy.mesh.pipeline
+    return (0,) if stages == 1 else (0, (stages - 1) * (strategy.mesh.size // stages))
 
-    def attempt(candidate: Candidate) -> tuple[Candidate, Profile]:
-        profile = rehearsed[candidate.strategy] = exact(candidate.strategy)
-        if not expands or not profile.peak_bytes <= allowed < profile.needed_bytes:
-            return candidate, profile
+
+def _worst(profiles: list[Profile]) -> Profile:
+    """The profile of the rank that needs the most, with the time of the slowest."""
+    largest = max(profiles, key=lambda profile: profile.needed_bytes)
+    slowest = max(profiles, key=lambda profile: profile.step_seconds)
+    if slowest is largest:
+        return largest
+    return replace(
+        largest,
+        step_seconds=slowest.step_seconds,
+        phase_seconds=slowest.phase_seconds,
+        exposed_communication_seconds=slowest.exposed_communication_seconds,
+    )
+
+
+def _of_window(profile: Profile, strategy: Strategy, sequences: int) -> Profile:
+    """With the seconds of a window whose last micro batch is short; a rehearsal's are full, and a pipeline's are."""
+    full = strategy.micro_batch_size * strategy.accumulation_steps
+    if strategy.mesh.pipeline > 1 or full == sequences:
+        return profile
+    phases = {
+        phase: seconds * sequences / full if phase in ("forward", "loss", "backward") else seconds
+        for phase, seconds in profile.phase_seconds.items()
+    }
+    return replace(profile, phase_seconds=phases, step_seconds=sum(phases.values()))
+
+
+class Rehearsals:
+    """Candidates under rehearsal, until some fit. See NOTE [ What a rehearsal teaches ].
+
+    NOTE [ What a rehearsal teaches ]
+    The difference between a rehearsal and the fast model is that of all points of its kind. When a candidate turns out
+    too large, the search solves again with so much less room; when it leaves more than a hundredth free, with so much
+    more. Of models too large to rehearse each time, a short one teaches first (NOTE [ Short rehearsals ]): its excess
+    and its seconds over the fast model's hold for the whole, and the best by these is rehearsed whole.
+    """
+
+    def __init__(self, search: Search, exact: Exact, allowed_bytes: int) -> None:
+        self.search, self.exact, self.allowed_bytes = search, exact, allowed_bytes
+        self.profiles: dict[Strategy, Profile] = {}
+        self.notes: list[str] = []
+        self.expanded: dict[Strategy, Candidate] = {}  # by the strategy without expandable segments
+        self._expands = search.target.allocator is None and not search.hardware.is_host
+        self.pace: dict[object, float] = {}  # by kind: seconds of a short rehearsal over the fast model's
+        self._passes = 0
+
+    def best(self) -> tuple[Candidate, Profile]:
+        """Of those that fit the fastest, weighed; else the smallest of all."""
+        good: dict[object, Candidate] = {}
+        ready: dict[object, Candidate] = {}  # of models rehearsed short, by kind
+        for candidate in self.search.best_first():
+            kind = self._kind(candidate)
+            if block_passes(candidate.strategy) > _LONG and (known := self._taught(candidate)) is not None:
+                if not known:
+                    continue
+                ready.setdefault(kind, candidate)
+                if len(ready) < _FITTING and len(self.pace) < _ATTEMPTS:
+                    continue
+                if (found := self._whole(ready)) is not None:
+                    return found
+                continue
+            same = good.get(kind)
+            if same is not None and candidate.step_seconds > _WORTH_IT * same.step_seconds:
+                continue
+            if good and self._passes + block_passes(candidate.strategy) > _PASSES:
+                break
+            if (profile := self._rehearse(candidate)) is None:
+                continue
+            if profile.needed_bytes <= self.allowed_bytes:
+                good[kind] = candidate
+            if len(good) == _FITTING or len(self.profiles) == _ATTEMPTS:
+                break
+        while ready:
+            if (found := self._whole(ready)) is not None:
+                return found
+        if good:
+            best = min(good.values(), key=lambda each: self.profiles[each.strategy].step_seconds * each.weight)
+            return best, self.profiles[best.strategy]
+        return self._smallest()
+
+    def _whole(self, ready: dict[object, Candidate]) -> tuple[Candidate, Profile] | None:
+        """Rehearse the best of those that were rehearsed short; None if it does not fit, and it is ready no more."""
+        kind = min(ready, key=lambda each: ready[each].weighed_seconds * self.pace[ready[each].kind])
+        candidate = ready.pop(kind)
+        profile = self._rehearse(candidate)
+        return None if profile is None or profile.needed_bytes > self.allowed_bytes else (candidate, profile)
+
+    def _taught(self, candidate: Candidate) -> bool | None:
+        """Whether a short rehearsal of the candidate's kind is done; if not it is, and the point is solved again. None
+        where none can be."""
+        if candidate.kind in self.pace:
+            return True
+        if (short := self.search.short_of(candidate)) is None:
+            return None
+        kept, fast = short
+        if (workload := shortened(self.search.tracers.workload, kept)) is None:
+            return None
+        try:
+            profile = self.exact(fast.strategy, workload)
+        except (ModelError, RecipeError) as error:
+            if self.search.target.layouts:
+                raise
+            self._refuse(candidate.strategy, str(error))
+            return False
+        self.search.excess[candidate.kind] = profile.needed_bytes - fast.peak_bytes
+        self.pace[candidate.kind] = profile.step_seconds / fast.step_seconds if fast.step_seconds else 1.0
+        self.search.reconsider(candidate.point)
+        return False
+
+    def _kind(self, candidate: Candidate) -> object:
+        """One of each is rehearsed: each layout, or, where there is one only, each micro batch and number of chunks."""
+        return candidate.kind if len(self.search.layouts) > 1 else candidate.point
+
+    def _rehearse(self, candidate: Candidate) -> Profile | None:
+        """None where the layout, which the search came up with, is not one for this model."""
+        kind = candidate.kind
+        try:
+            profile = self.exact(candidate.strategy)
+        except (ModelError, RecipeError) as error:
+            if self.search.target.layouts:
+                raise
+            self._refuse(candidate.strategy, str(error))
+            return None
+        self._passes += block_passes(candidate.strategy)
+        self.profiles[candidate.strategy] = profile
+        if self._expands and profile.peak_bytes <= self.allowed_bytes < profile.needed_bytes:
+            profile = self._expanded(candidate, profile)
+        excess, known = profile.needed_bytes - candidate.peak_bytes, self.search.excess.get(kind, 0)
+        if profile.needed_bytes > self.allowed_bytes or excess < known - _SLACK * self.allowed_bytes:
+            self.search.excess[kind] = excess
+            self.search.reconsider(candidate.point)
+        return profile
+
+    def _expanded(self, candidate: Candidate, profile: Profile) -> Profile:
+        """One that only fragmentation keeps from fitting may have expandable segments, and so may all that follow."""
         expanded = with_expandable_segments(candidate)
-        smaller = rehearsed[expanded.strategy] = exact(expanded.strategy)
-        return (expanded, smaller) if smaller.needed_bytes < profile.needed_bytes else (candidate, profile)
+        smaller = self.profiles[expanded.strategy] = self.exact(expanded.strategy)
+        if smaller.needed_bytes >= profile.needed_bytes:
+            return profile
+        self.expanded[candidate.strategy] = expanded
+        return smaller
 
-    good: dict[tuple[object, ...], Candidate] = {}
-    excess: dict[tuple[object, ...], int] = {}  # by how much a kind's rehearsal was above the fast model
-    for candidate in found:
-        kind = _kind(candidate.strategy)
-        if kind in good or candidate.peak_bytes + excess.get(kind, 0) > allowed:
-            continue
-        tried, profile = attempt(candidate)
-        excess[kind] = profile.needed_bytes - candidate.peak_bytes
-        if profile.needed_bytes <= allowed:
-            good[kind] = tried
-        if len(good) == _REHEARSALS or len(rehearsed) >= _ATTEMPTS:
-            break
-    if good:
-        best = min(good.values(), key=lambda each: rehearsed[each.strategy].step_seconds * each.weight)
-        return best, rehearsed[best.strategy], rehearsed
-    smallest = min(found, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds))
-    if smallest.strategy not in rehearsed:
-        return *attempt(smallest), rehearsed
-    expanded = with_expandable_segments(smallest)
-    smallest = expanded if expanded.strategy in rehearsed else smallest
-    return smallest, rehearsed[smallest.strategy], rehearsed
+    def _refuse(self, strategy: Strategy, reason: str) -> None:
+        def splits(other: Strategy) -> tuple[bool, bool]:
+            return other.mesh.pipeline > 1, other.mesh.tensor > 1
+
+        points = [bounded.point for bounded in self.search.points]
+        alike = [point for point in points if splits(point.strategy) == splits(strategy)]
+        if len(alike) == len(points):
+            raise ModelError(reason)
+        self.search.refused |= {point.kind for point in alike}
+        self.notes.append(f"not every mesh was tried: {reason}")
+
+    def _smallest(self) -> tuple[Candidate, Profile]:
+        while (candidate := self.search.smallest()) is not None:
+            if candidate.strategy in self.profiles:
+                return candidate, self.profiles[candidate.strategy]
+            if (profile := self._rehearse(candidate)) is not None:
+                return candidate, profile
+        raise AssertionError("the search has points")
 
 
 def with_expandable_segments(candidate: Candidate) -> Candidate:
@@ -136,26 +288,13 @@ def with_expandable_segments(candidate: Candidate) -> Candidate:
     return replace(candidate, strategy=replace(candidate.strategy, allocator=allocator))
 
 
-def _kind(strategy: Strategy) -> tuple[object, ...]:
-    """Candidates of one kind differ in tiers only; the fastest of each whose rehearsal fits is compared."""
-    return (
-        strategy.micro_batch_size,
-        strategy.precision,
-        strategy.optimizer,
-        strategy.loss_chunks,
-        strategy.mesh,
-        strategy.zero.stage,
-    )
-
-
-def _plain(num_blocks: int, target: Target, hardware: Hardware, exact: Callable[[Strategy], Profile]) -> Alternative:
+def _plain(num_blocks: int, target: Target, hardware: Hardware, search: Search, exact: Exact) -> Alternative:
     """No technique, the whole step as one micro batch."""
-    keep = parse_tiers("keep", num_blocks)
-    replicas = max(layout.mesh.data for layout in target.layouts)
+    replicas = max(layout.mesh.data for layout in search.layouts)
     strategy = Strategy(
         -(-target.sequences_per_step // replicas),
         precision=target.precision,
-        tiers=keep,
+        tiers=parse_tiers("keep", num_blocks),
         optimizer=skipping(OptimizerVariant(target.optimizer.kind), target.precision, hardware),
     )
     profile = exact(strategy)
@@ -166,111 +305,3 @@ def _plain(num_blocks: int, target: Target, hardware: Hardware, exact: Callable[
         True,
         "plain training: a device's share at once, no technique",
     )
-
-
-def _alternatives(
-    found: list[Candidate], rehearsed: dict[Strategy, Profile], chosen: Candidate, profile: Profile, allowed: int
-) -> Iterator[Alternative]:
-    """What was rehearsed and lost, and the best of each uniform tier."""
-    uniform: dict[object, Candidate] = {}
-    for candidate in found:
-        tiers = set(candidate.strategy.tiers)
-        if len(tiers) == 1 and (candidate.peak_bytes <= allowed or tiers == {"keep"}):
-            uniform.setdefault(min(tiers), candidate)
-    # Of each other way to keep weights and states the best that should fit, or else the best of all.
-    variants: dict[object, Candidate] = {}
-    for fits in (True, False):
-        for candidate in found:
-            if candidate.strategy.optimizer != chosen.strategy.optimizer and (candidate.peak_bytes <= allowed) is fits:
-                variants.setdefault(candidate.strategy.optimizer, candidate)
-    known = [candidate for candidate in found if candidate.strategy in rehearsed]
-    losers = [*known, *variants.values(), *uniform.values()]
-    for candidate in dict.fromkeys(losers):
-        if candidate.strategy == chosen.strategy:
-            continue
-        seen = rehearsed.get(candidate.strategy)
-        peak = seen.needed_bytes if seen else candidate.peak_bytes
-        # The fast model's seconds, brought to the rehearsal's scale by the candidate whose both figures are known.
-        scale = profile.step_seconds / chosen.step_seconds if chosen.step_seconds else 1.0
-        seconds = seen.step_seconds if seen else candidate.step_seconds * scale
-        why = _why_lost(peak, seconds, allowed, profile.step_seconds)
-        if peak <= allowed and seconds < profile.step_seconds and candidate.weight > chosen.weight:
-            strategy = candidate.strategy
-            gain = 1 - seconds / profile.step_seconds
-            why = f"{gain:.1%} faster, too little for what is {accuracy_of(strategy.optimizer, strategy.precision)}"
-        if candidate.strategy.optimizer != chosen.strategy.optimizer:
-            why += f" ({accuracy_of(candidate.strategy.optimizer, candidate.strategy.precision)})"
-        yield Alternative(candidate.strategy, peak, seconds, seen is not None, why)
-
-
-def _why_lost(peak: int, seconds: float, allowed: int, best_seconds: float) -> str:
-    if peak > allowed:
-        return f"needs {format_bytes(peak - allowed)} more than allowed"
-    return f"{max(0.0, seconds / best_seconds - 1):.1%} slower" if best_seconds else "slower"
-
-
-def _why(chosen: Candidate, profile: Profile, plain: Alternative, allowed: int) -> str:
-    share = plain.step_seconds / profile.step_seconds - 1 if profile.step_seconds else 0.0
-    return (
-        f"the fastest that stays within {format_bytes(allowed)}: {describe_strategy(chosen.strategy)}; "
-        f"its peak of {format_bytes(profile.peak_bytes)} comes in the {profile.peak_phase} phase; "
-        f"plain training needs {format_bytes(plain.peak_bytes)} and would take {abs(share):.0%} "
-        f"{'less' if share < 0 else 'more'} time"
-    )
-
-
-def _why_not(profile: Profile, target: Target, hardware: Hardware) -> str:
-    states = sum(profile.categories[name] for name in ("parameters", "optimizer", "gradients"))
-    allowed = target.allowed_bytes(hardware.spec.kind)
-    needed = int(profile.needed_bytes * target.budget_bytes / allowed) + 1
-    remedy = f"give it {format_bytes(needed)}"
-    if states > allowed:
-        devices = hardware.count * -(-profile.needed_bytes // allowed)
-        remedy += f", shard it over at least {devices} such devices (mesh.shard), or take a smaller model"
-    else:
-        remedy += ", or shorten seq_len"
-    return (
-        f"does not fit: the smallest strategy needs {format_bytes(profile.needed_bytes)} "
-        f"({format_bytes(states)} of it parameters, gradients and optimizer states), "
-        f"{format_bytes(profile.needed_bytes - allowed)} more than the {format_bytes(allowed)} allowed of a budget of "
-        f"{format_bytes(target.budget_bytes)}; {remedy}"
-    )
-
-
-def _accuracy_note(target: Target, strategy: Strategy, num_trained: int) -> tuple[str, ...]:
-    """What a change of precision or optimizer does to what is learnt."""
-    changed = (strategy.optimizer, strategy.precision) != (target.optimizer, target.precision)
-    if not changed:
-        return ()
-    size = bytes_per_parameter(strategy.optimizer).total
-    what = ", ".join([strategy.precision, *describe_variant(strategy.optimizer)])
-    accuracy = ACCURACY_WORDS[accuracy_of(strategy.optimizer, strategy.precision)]
-    noted = f"{what}: {size:.1f} bytes a parameter, {accuracy}"
-    if strategy.optimizer.place == "device":
-        return (noted,)
-    moments = bytes_per_parameter(replace(strategy.optimizer, place="device")).moments
-    host = int((4 + moments) * num_trained)
-    return (noted, f"masters and moments take {format_bytes(host)} of host memory for each copy of the model")
-
-
-def _allocator_note(
-    strategy: Strategy, profile: Profile, rehearsed: dict[Strategy, Profile], allowed: int
-) -> tuple[str, ...]:
-    """What expandable segments were chosen for."""
-    before = rehearsed.get(replace(strategy, allocator=AllocatorSettings()))
-    if before is None or before is profile:
-        return ()
-    return (
-        f"expandable segments: with PyTorch's default ones the allocator would hold "
-        f"{format_bytes(before.needed_bytes)}, "
-        f"{format_bytes(before.needed_bytes - allowed)} more than allowed, of which no more than "
-        f"{format_bytes(before.peak_bytes)} are in use; with them {format_bytes(profile.needed_bytes)}",
-    )
-
-
-def _notes(target: Target) -> tuple[str, ...]:
-    tokens = target.sequences_per_step * target.seq_len
-    if tokens == target.tokens_per_step:
-        return ()
-    asked = f"{target.tokens_per_step} tokens a step are not a whole number of sequences of {target.seq_len}"
-    return (f"{asked}; the plan takes {target.sequences_per_step} sequences, {tokens} tokens",)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
-from trainfit.plan.cost import BlockTable, Integers, peak_bytes
-from trainfit.plan.layout import resident_of, shares_of
+from trainfit.plan.case import case_of
+from trainfit.plan.cost import BlockTable
+from trainfit.plan.layout import shares_of
 from trainfit.plan.plan import Plan
 from trainfit.plan.policies import Policy, Prices, Situation, Tiers
+from trainfit.plan.space import Point
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share
-from trainfit.profile import SEARCH_TIERS, Layout, Profile
+from trainfit.profile import SEARCH_TIERS, TIERS, Layout, Profile
 from trainfit.rehearsal.rehearse import rehearse
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step.strategy import Strategy
@@ -24,7 +24,6 @@ from trainfit.techniques.pipeline_cut import divide
 from trainfit.workload import Workload
 
 PLANNED = "trainfit"  # how the plan's own row is called
-_ID_BYTES = 16  # a token's input id and label
 
 
 @dataclass(frozen=True)
@@ -135,22 +134,13 @@ def prices_of(tracer: Tracer, hardware: Hardware, target: Target, strategy: Stra
     )
     share = gradient_share(tracer.variant, strategy.optimizer)
     table = BlockTable.of(facts.structures, trace.blocks, shares_of(layout), gradients=share)
-    shell = trace.shell[strategy.loss_chunks]
-    shell = replace(shell, gradient_bytes=int(shell.gradient_bytes * share))
-    resident = resident_of(
-        facts,
-        layout,
-        hardware,
-        batch_bytes=target.sequences_per_rank(layout) * target.seq_len * _ID_BYTES,
-        shared_bytes=trace.shared_bytes,
-        accumulates=accumulates,
-        gathered=0.5 if strategy.cast == "block" else 1.0,
-    )
+    point = Point(replace(strategy, tiers=()), target.sequences_per_rank(layout))
+    case = case_of(point, trace, facts, target, hardware, gradients=share)
 
     def peak(tiers: Tiers) -> int:
-        rows: Integers = np.array([[SEARCH_TIERS.index(tier) for tier in tiers]], dtype=np.int64)
-        return int(peak_bytes(resident, table, rows.reshape(1, len(tiers)), shell)[0])
+        return case.peak(case.given(tiers))
 
-    saved = {tier: tuple(map(int, table.saved[row])) for row, tier in enumerate(SEARCH_TIERS)}
-    seconds = {tier: tuple(map(float, table.seconds[row])) for row, tier in enumerate(SEARCH_TIERS)}
+    rows = {tier: TIERS.index(tier) for tier in SEARCH_TIERS}
+    saved = {tier: tuple(map(int, table.saved[row])) for tier, row in rows.items()}
+    seconds = {tier: tuple(map(float, table.seconds[row])) for tier, row in rows.items()}
     return Prices(saved, seconds, peak, allowed_bytes)

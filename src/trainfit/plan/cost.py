@@ -8,7 +8,8 @@ earlier micro batches left (none in a step of one), S_i what block i saves, in t
     backward of block i   R + G + S_1 + ... + S_i + (gradients left by head and later blocks) + (its backward peak)
     embedding             R + G + (gradients of all blocks) + (the shell's peak after the blocks' backward)
     optimizer             R + all gradients + (the update's temporaries)
-Rotary tables and masks, which all blocks share, are in R.
+Rotary tables and masks, which all blocks share, are in R, and so are buffers of collectives. In a pipeline's stage, S_1
++ ... + S_n of each other micro batch that is under way comes on top of all but the last.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from trainfit.profile import SEARCH_TIERS, BlockTrace, ShellTrace, Tier
+from trainfit.plan.solver import Flags, Floats, Integers, Problem, moments
+from trainfit.profile import TIERS, BlockTrace, Phase, ShellTrace, Tier
 
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+_NOTHING = BlockTrace(0, 0, 0, 0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class Resident:
     update_bytes: int = 0
     micro_batch_seconds: float = 0.0
 
+    @property
+    def floor_bytes(self) -> int:
+        """What lives beside activations, and beside the gradients of this micro batch, while micro batches run."""
+        stays = self.model_bytes + self.batch_bytes + self.working_bytes
+        return stays + self.shared_bytes + self.earlier_gradient_bytes
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        return self.model_bytes + self.batch_bytes + self.gradient_bytes + self.update_bytes
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -59,13 +69,15 @@ class Shares:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """Traces of all blocks under all tiers, as arrays (tiers, blocks)."""
+    """Traces of all blocks under all tiers, as arrays (tiers, blocks). offered: tiers that a structure has."""
 
     saved: Integers
     forward_peak: Integers
     backward_peak: Integers
     gradient: Integers
     seconds: Floats
+    offered: Flags
+    structures: Integers
 
     @classmethod
     def of(
@@ -75,42 +87,53 @@ class BlockTable:
         shares: Shares | None = None,
         *,
         gradients: float = 1.0,
-        tiers: Sequence[Tier] = SEARCH_TIERS,
     ) -> BlockTable:
-        """gradients: what those that stay take, over what was traced. tiers: the rows."""
+        """gradients: what those that stay take, over what was traced. A tier without a trace is not offered."""
         shares = shares or Shares()
-        rows = [[traces[structure, tier] for structure in structures] for tier in tiers]
+        rows = [[traces.get((structure, tier), _NOTHING) for structure in structures] for tier in TIERS]
 
         def integers(name: str) -> Integers:
-            return np.array([[getattr(trace, name) for trace in row] for row in rows], dtype=np.int64)
+            values = [[getattr(trace, name) for trace in row] for row in rows]
+            return np.array(values, dtype=np.int64).reshape(len(TIERS), len(structures))
 
         seconds = [[trace.forward_seconds + trace.backward_seconds for trace in row] for row in rows]
+        offered = [[(structure, tier) in traces for structure in structures] for tier in TIERS]
         return cls(
             integers("saved_bytes") // shares.activations,
             integers("forward_peak_bytes") // shares.activations,
             integers("backward_peak_bytes") // shares.activations,
             (integers("gradient_bytes") * gradients).astype(np.int64) // shares.gradients,
-            np.array(seconds, dtype=np.float64) / shares.compute,
+            np.array(seconds, dtype=np.float64).reshape(len(TIERS), len(structures)) / shares.compute,
+            np.array(offered, dtype=np.bool_).reshape(len(TIERS), len(structures)),
+            np.array(structures, dtype=np.int64),
+        )
+
+    def problem(self, shell: ShellTrace, blocks: Sequence[int] | None = None, waiting: int = 0) -> Problem:
+        """The events of some blocks, all by default, with the shell around them, for the solver."""
+        blocks = range(self.saved.shape[1]) if blocks is None else blocks
+        blocks = list(blocks)
+        return Problem(
+            saved=self.saved[:, blocks],
+            forward_peak=self.forward_peak[:, blocks],
+            backward_peak=self.backward_peak[:, blocks],
+            gradient=self.gradient[:, blocks],
+            seconds=self.seconds[:, blocks],
+            offered=self.offered[:, blocks],
+            structures=self.structures[blocks],
+            before_loss=shell.before_blocks_peak_bytes,
+            head_gradient=shell.gradient_bytes,
+            embedding=shell.after_blocks_peak_bytes,
+            waiting=waiting,
         )
 
 
-def peak_bytes(resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace) -> Integers:
+def peak_bytes(resident: Resident, problem: Problem, tiers: Integers) -> Integers:
     """The highest of all events, for many assignments at once. See NOTE [ Events of a step ].
 
-    tiers (assignments, blocks): rows of the table. Returns (assignments,).
+    tiers (assignments, blocks): indices into TIERS. Returns (assignments,).
     """
-    blocks = np.arange(tiers.shape[1])
-    saved, own = table.saved[tiers, blocks], table.gradient[tiers, blocks]
-    before = saved.cumsum(1) - saved
-    later = own[:, ::-1].cumsum(1)[:, ::-1] - own + shell.gradient_bytes
-    forward = before + table.forward_peak[tiers, blocks]
-    backward = before + saved + later + table.backward_peak[tiers, blocks]
-    loss = saved.sum(1) + shell.before_blocks_peak_bytes
-    embedding = own.sum(1) + shell.after_blocks_peak_bytes
-    moments = np.concatenate([forward, backward, loss[:, None], embedding[:, None]], axis=1)
-    stays = resident.model_bytes + resident.batch_bytes
-    floor = stays + resident.working_bytes + resident.shared_bytes + resident.earlier_gradient_bytes
-    return np.asarray(np.maximum(floor + moments.max(1), stays + resident.gradient_bytes + resident.update_bytes))
+    highest = moments(problem, tiers).max(1)
+    return np.asarray(np.maximum(resident.floor_bytes + highest, resident.optimizer_peak_bytes))
 
 
 def step_seconds(
@@ -119,3 +142,22 @@ def step_seconds(
     """Seconds of the whole step, (assignments,); micro_batches may be fractional when the last one is short."""
     one = table.seconds[tiers, np.arange(tiers.shape[1])].sum(1) + shell.seconds + resident.micro_batch_seconds
     return np.asarray(micro_batches * one + resident.step_seconds)
+
+
+def events(
+    resident: Resident, problem: Problem, tiers: Integers, blocks: Sequence[int]
+) -> list[tuple[Phase, str, int]]:
+    """Every event of one assignment: its phase, its words, its bytes. blocks: their numbers in the model."""
+    values = (resident.floor_bytes + moments(problem, tiers[None])[0]).tolist()
+    named: list[tuple[Phase, str]] = [("forward", f"forward of block {block}") for block in blocks]
+    named += [("backward", f"backward of block {block}") for block in blocks]
+    named += [("loss", "the loss spike"), ("backward", "backward of the embedding")]
+    listed = [(phase, words, int(value)) for (phase, words), value in zip(named, values)]
+    return [*listed, ("optimizer", "the optimizer step", resident.optimizer_peak_bytes)]
+
+
+def binding(resident: Resident, problem: Problem, tiers: Integers, phase: Phase | None, blocks: Sequence[int]) -> str:
+    """The event that limits; phase: of those in it, where a rehearsal has told which phase the peak is in."""
+    all_events = events(resident, problem, tiers, blocks)
+    inside = [event for event in all_events if event[0] == phase] or all_events
+    return max(inside, key=lambda event: event[2])[1]

@@ -33,11 +33,22 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class MoreMemory:
+    """What a device with so many bytes more would make of it, by the fast model: seconds of a step, and how."""
+
+    bytes: int
+    step_seconds: float
+    how: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """What was chosen and why.
 
     allowed_bytes: the budget less its margin.
     plain: what training without any technique needs, the whole step as one micro batch.
+    binds: the event of the step that has the peak: "the loss spike", "backward of block 31", "the optimizer step".
+    more_memory: what a little more would buy; None where nothing fits.
     """
 
     allowed_bytes: int
@@ -50,6 +61,8 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     reason: str
     notes: tuple[str, ...] = ()
+    binds: str = ""
+    more_memory: MoreMemory | None = None
 
     @property
     def fits(self) -> bool:
@@ -81,6 +94,8 @@ class Plan:
             "alternatives": [alternative.to_json() for alternative in self.alternatives],
             "reason": self.reason,
             "notes": list(self.notes),
+            "binds": self.binds,
+            "more_memory": None if self.more_memory is None else asdict(self.more_memory),
             "hash": self.hash,
         }
 
@@ -99,6 +114,8 @@ class Plan:
                 alternatives=tuple(Alternative.from_json(each) for each in data["alternatives"]),
                 reason=data["reason"],
                 notes=tuple(data["notes"]),
+                binds=data.get("binds", ""),
+                more_memory=MoreMemory(**data["more_memory"]) if data.get("more_memory") else None,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecipeError(

@@ -1,161 +1,273 @@
-"""The search, by the fast model: every micro batch, precision, optimizer, number of chunks and split of blocks."""
+"""The search: cheap bounds order the outer space, the solver runs where a point can still win.
+
+NOTE [ Best first ]
+Every point has a bound on its seconds and on its peak, from straight lines (sketch.py) and a knapsack (solver.py). A
+heap gives the point with the least bound. If it has not been solved, it is traced at its own micro batch, solved, and
+goes back with its true seconds; if it has, no other point can be faster, and it is the next candidate. So of thousands
+of points some dozens at most are solved. Seconds are weighed, see NOTE [ What accuracy is worth ] in variants.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
-
-import numpy as np
+from itertools import count
+from typing import Any
 
 from trainfit.hardware import Hardware
-from trainfit.plan.cost import BlockTable, Floats, Integers, peak_bytes, step_seconds
-from trainfit.plan.layout import resident_of, shares_of
+from trainfit.plan.case import Case, case_of
+from trainfit.plan.layout import every_layout
+from trainfit.plan.sketch import Sketch
+from trainfit.plan.solver import Solution
+from trainfit.plan.space import Point, asked_of, micro_batch_sizes, points_of
 from trainfit.plan.target import Target
-from trainfit.plan.variants import Tracers, facts_of, gradient_share, variants_for, weight_of
-from trainfit.profile import TIERS, AllocatorSettings, Cast, Layout, OptimizerVariant, Precision, Tier
-from trainfit.rehearsal.trace import ModelFacts, Tracer
+from trainfit.plan.variants import Tracers, facts_of, gradient_share, weight_of
+from trainfit.profile import TIERS, Layout, Phase, Tier
+from trainfit.rehearsal.shorten import sample
+from trainfit.rehearsal.trace import ModelFacts, ModelTrace, Tracer
 from trainfit.step.strategy import Strategy
-from trainfit.techniques.chunked_loss import auto_chunks
+from trainfit.techniques.pipeline_cut import divide
 
-# From the least kept to the most. Early blocks keep less: their recompute runs when the logits are gone
-# and most of what was saved is freed, while the last blocks' would come on top of everything.
-_SMALLEST_FIRST: tuple[Tier, ...] = ("full", "attention", "pointwise", "keep")
-_ID_BYTES = 16  # a token's input id and label
+_SMALLEST_TRIED = 12  # points, when none fits
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with the fast model's figures. weight: see NOTE [ What accuracy is worth ] in variants.py."""
+    """A strategy with the fast model's figures. weight: see NOTE [ What accuracy is worth ] in variants.py.
+
+    case, solutions: what it was solved from.
+    """
 
     strategy: Strategy
     peak_bytes: int
     step_seconds: float
     weight: float = 1.0
+    case: Case | None = None
+    solutions: tuple[Solution, ...] = ()
 
     @property
     def weighed_seconds(self) -> float:
         return self.step_seconds * self.weight
 
+    @property
+    def point(self) -> Point:
+        assert self.case is not None
+        return self.case.point
 
-def search(
-    tracers: Tracers, hardware: Hardware, target: Target, allowed_bytes: int, *, clips: bool = True
-) -> list[Candidate]:
-    """Candidates, the best first. Micro batches grow until not even the smallest strategy fits.
+    @property
+    def kind(self) -> object:
+        return self.point.kind
 
-    clips: whether gradients are clipped by their norm, which an update in backward cannot know.
-
-    Of each micro batch, precision and number of chunks only what no other assignment of tiers beats in both bytes and
-    seconds.
-    """
-    found: list[Candidate] = []
-    for layout in target.layouts:
-        for precision, variant in variants_for(hardware, target, layout, clips=clips):
-            tracer = tracers.of(variant)
-            for micro_batch_size in micro_batch_sizes(target.sequences_per_rank(layout)):
-                batch = list(candidates(tracer, hardware, target, layout, micro_batch_size, precision, variant))
-                found += batch
-                if batch and min(candidate.peak_bytes for candidate in batch) > allowed_bytes:
-                    break
-    return sorted(found, key=lambda candidate: (candidate.weighed_seconds, candidate.peak_bytes))
+    def binding(self, phase: Phase | None = None) -> str:
+        """The event that limits. See Case.binding."""
+        return "" if self.case is None else self.case.binding(self.solutions, phase)
 
 
-def candidates(
-    tracer: Tracer,
-    hardware: Hardware,
-    target: Target,
-    layout: Layout,
-    micro_batch_size: int,
-    precision: Precision,
-    variant: OptimizerVariant | None = None,
-) -> Iterator[Candidate]:
-    """The best assignments of tiers for every number of chunks at one micro batch.
+@dataclass(frozen=True)
+class Bounded:
+    """A point with bounds that no tiers of it beat."""
 
-    variant: another than the tracer's, with weights of the same dtype.
-    """
-    variant = variant or tracer.variant
-    facts, sequences = facts_of(tracer, variant), target.sequences_per_rank(layout)
-    accumulation_steps = -(-sequences // micro_batch_size)
-    if layout.mesh.pipeline > 1 and not layout.pipeline.fits(accumulation_steps, layout.mesh.pipeline):
-        return  # stages would wait for each other
-    if variant.update == "backward" and accumulation_steps > 1:
-        return  # each micro batch would be a step
-    # Half weights need no cast.
-    cast: Cast = target.cast if precision != "fp32" and variant.weights == "fp32" else "operator"
-    weight = weight_of(target, precision, variant)
-    gradients = gradient_share(tracer.variant, variant)
-    chunks = chunk_counts(facts, micro_batch_size * target.seq_len)
-    accumulates = accumulation_steps > 1
-    trace = tracer.trace(micro_batch_size, precision, chunks, accumulates=accumulates)
-    table = BlockTable.of(facts.structures, trace.blocks, shares_of(layout), gradients=gradients)
-    tiers = tier_splits(len(facts.structures))
-    resident = resident_of(
-        facts,
-        layout,
-        hardware,
-        batch_bytes=sequences * target.seq_len * _ID_BYTES,
-        shared_bytes=trace.shared_bytes,
-        accumulates=accumulates,
-        gathered=0.5 if cast == "block" else 1.0,
-    )
-    for loss_chunks in chunks:
-        shell = trace.shell[loss_chunks]
-        shell = replace(shell, gradient_bytes=int(shell.gradient_bytes * gradients))
-        peaks = peak_bytes(resident, table, tiers, shell)
-        seconds = step_seconds(resident, table, tiers, shell, micro_batches=sequences / micro_batch_size)
-        for row in unbeaten(peaks, seconds):
-            names = tuple(TIERS[tier] for tier in tiers[row])
-            strategy = Strategy(
-                micro_batch_size,
-                accumulation_steps,
-                precision,
-                names,
-                loss_chunks,
-                variant,
-                cast,
-                target.loss_scale if precision == "fp16" else None,
-                target.frozen_weights,
-                mesh=layout.mesh,
-                zero=layout.zero,
-                tensor=layout.tensor,
-                pipeline=layout.pipeline,
-                allocator=target.allocator or AllocatorSettings(),
-            )
-            yield Candidate(strategy, int(peaks[row]), float(seconds[row]), weight)
+    point: Point
+    weight: float
+    seconds: float  # weighed
+    peak_bytes: int
 
 
-def unbeaten(peaks: Integers, seconds: Floats) -> list[int]:
-    """Rows that no other row beats in both; of equal rows the first."""
-    kept: list[int] = []
-    for row in np.lexsort((peaks, seconds)):
-        if not kept or peaks[row] < peaks[kept[-1]]:
-            kept.append(int(row))
-    return kept
+class Search:
+    """See NOTE [ Best first ]. excess: by how much a kind's rehearsal was above the fast model."""
+
+    def __init__(
+        self,
+        tracers: Tracers,
+        hardware: Hardware,
+        target: Target,
+        allowed_bytes: int,
+        *,
+        clips: bool = True,
+        on_progress: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """clips: whether gradients are clipped by their norm, which an update in backward cannot know."""
+        self.tracers, self.hardware, self.target, self.allowed_bytes = tracers, hardware, target, allowed_bytes
+        self.on_progress = on_progress
+        facts = tracers.of(target.optimizer).facts
+        self.asked = asked_of(tracers.workload, hardware, target, facts, clips=clips)
+        self.layouts = target.layouts or every_layout(self.asked, hardware.count)
+        self.excess: dict[object, int] = {}
+        self.refused: set[object] = set()  # kinds that a rehearsal could not build
+        self.emitted: list[Candidate] = []
+        self._again: list[Bounded] = []
+        self.solved = 0
+        self._sketches: dict[object, Sketch] = {}
+        self._most_ranks = max(layout.mesh.tensor for layout in self.layouts)
+        self._largest = max(target.sequences_per_rank(layout) for layout in self.layouts)
+        self.points = [bounded for layout in self.layouts for bounded in self._bounded(layout)]
+
+    # ---- bounds ----------------------------------------------------------------------------------------------------
+
+    def _bounded(self, layout: Layout) -> Iterator[Bounded]:
+        """Micro batches grow until not even the smallest strategy fits."""
+        for size in micro_batch_sizes(self.target.sequences_per_rank(layout)):
+            fits = False
+            for point in points_of(layout, size, self.target, self.asked):
+                case = self.sketched(point)
+                bound = Bounded(point, self._weight(point), _NEVER, case.peak_bound())
+                if bound.peak_bytes <= self.allowed_bytes:
+                    fits = True
+                    bound = replace(bound, seconds=case.seconds_bound(self.allowed_bytes) * bound.weight)
+                yield bound
+            if not fits:
+                break
+
+    def _weight(self, point: Point) -> float:
+        return weight_of(self.target, point.strategy.precision, point.strategy.optimizer)
+
+    def sketched(self, point: Point) -> Case:
+        """The point's case without a trace of its own."""
+        tracer, strategy = self.tracers.of(point.strategy.optimizer), point.strategy
+        key = tracer.variant, strategy.precision
+        if key not in self._sketches:
+            self._sketches[key] = Sketch(tracer, strategy.precision, self._largest, self.target.seq_len)
+        sketch, size, ranks = self._sketches[key], strategy.micro_batch_size, strategy.mesh.tensor
+        split = None
+        if ranks > 1:
+            split = sketch.split_blocks(size, ranks, strategy.tensor, self._most_ranks)
+        trace = sketch.trace(size, strategy.loss_chunks, split)
+        return self._case(point, trace, tracer, is_split=split is not None)
+
+    def _traced(self, point: Point, facts: ModelFacts | None = None) -> Case:
+        """facts: of another number of blocks."""
+        strategy = point.strategy
+        tracer = self.tracers.of(strategy.optimizer)
+        what = strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,)
+        accumulates = strategy.accumulation_steps > 1
+        split = None
+        if strategy.mesh.tensor > 1:
+            split = tracer.split_trace(strategy.mesh.tensor, strategy.tensor, *what, accumulates=accumulates)
+        trace = split or tracer.trace(*what, accumulates=accumulates)
+        return self._case(point, trace, tracer, facts, is_split=split is not None)
+
+    def short_of(self, candidate: Candidate) -> tuple[list[int], Candidate] | None:
+        """Blocks that stand for all, and the candidate with no others. See NOTE [ Short rehearsals ] in shorten.py.
+
+        None where that would not be much shorter.
+        """
+        assert candidate.case is not None
+        strategy = candidate.strategy
+        tracer = self.tracers.of(strategy.optimizer)
+        facts = facts_of(tracer, strategy.optimizer)
+        stages = divide(len(strategy.tiers), strategy.mesh.pipeline)
+        kept = sample(list(zip(facts.structures, strategy.tiers)), [part.blocks for part in stages])
+        if 2 * len(kept) > len(strategy.tiers) or strategy.pipeline.stages_per_rank > 1:
+            return None
+        short = replace(strategy, tiers=tuple(strategy.tiers[block] for block in kept))
+        point = replace(candidate.case.point, strategy=replace(short, tiers=()))
+        case = self._traced(point, facts.shortened(kept))
+        return kept, self._candidate(case, case.given(short.tiers))
+
+    def _case(
+        self,
+        point: Point,
+        trace: ModelTrace,
+        tracer: Tracer,
+        facts: ModelFacts | None = None,
+        *,
+        is_split: bool = False,
+    ) -> Case:
+        variant = point.strategy.optimizer
+        share = gradient_share(tracer.variant, variant)
+        known = facts or facts_of(tracer, variant)
+        return case_of(point, trace, known, self.target, self.hardware, gradients=share, is_split=is_split)
+
+    # ---- candidates ------------------------------------------------------------------------------------------------
+
+    def best_first(self, *, more_bytes: int = 0, kind: object = None) -> Iterator[Candidate]:
+        """Candidates that should fit, the best first. What excess says meanwhile is heeded.
+
+        more_bytes: what may be taken beside what is allowed. kind: the only one to look at.
+        """
+        order = count()
+        heap: list[tuple[float, int, int, Bounded, Candidate | None, int]] = []
+        self._again.clear()
+        for bounded in self.points:
+            seconds = bounded.seconds
+            if kind not in (None, bounded.point.kind):
+                continue
+            if more_bytes and bounded.peak_bytes <= self.allowed_bytes + more_bytes:
+                seconds = self.sketched(bounded.point).seconds_bound(self.allowed_bytes + more_bytes) * bounded.weight
+            if seconds < _NEVER:
+                heapq.heappush(heap, (seconds, bounded.peak_bytes, next(order), bounded, None, 0))
+        while heap or self._again:
+            for bounded in self._again:
+                heapq.heappush(heap, (bounded.seconds, bounded.peak_bytes, next(order), bounded, None, 0))
+            self._again.clear()
+            _, _, _, bounded, candidate, excess = heapq.heappop(heap)
+            own = bounded.point.kind
+            if own in self.refused:
+                continue
+            known = self.excess.get(own, 0)
+            if candidate is not None and known == excess:
+                self.emitted.append(candidate)
+                yield candidate
+                continue
+            room = self.allowed_bytes + more_bytes - known
+            if (solved := self.solve(bounded.point, room)) is not None:
+                entry = (solved.weighed_seconds, solved.peak_bytes, next(order), bounded, solved, known)
+                heapq.heappush(heap, entry)
+
+    def reconsider(self, point: Point) -> None:
+        """Solve a point that was yielded once more, with the excess that is known now."""
+        self._again += [bounded for bounded in self.points if bounded.point == point]
+
+    def solve(self, point: Point, allowed_bytes: int, *, traced: bool = True) -> Candidate | None:
+        """The fastest tiers of one point; None where none fit."""
+        self.solved += 1
+        self.on_progress(f"solving {self.solved} of {len(self.points)}")
+        case = self._traced(point) if traced else self.sketched(point)
+        solutions = case.fastest(allowed_bytes)
+        return None if solutions is None else self._candidate(case, solutions)
+
+    def smallest(self) -> Candidate | None:
+        """The candidate with the lowest peak; None where there is no point at all."""
+        best: Candidate | None = None
+        low = sorted(self.points, key=lambda bounded: (bounded.peak_bytes, bounded.weight))
+        for bounded in [each for each in low if each.point.kind not in self.refused][:_SMALLEST_TRIED]:
+            if best is not None and bounded.peak_bytes >= best.peak_bytes:
+                break
+            found = self.smallest_of(bounded.point)
+            if best is None or (found.peak_bytes, found.weighed_seconds) < (best.peak_bytes, best.weighed_seconds):
+                best = found
+        return best
+
+    def smallest_of(self, point: Point, *, traced: bool = True) -> Candidate:
+        case = self._traced(point) if traced else self.sketched(point)
+        return self._candidate(case, case.smallest())
+
+    def uniform(self, case: Case) -> Iterator[Candidate]:
+        """All blocks alike under each tier."""
+        for tier in TIERS:
+            if (solutions := case.uniform(tier)) is not None:
+                yield self._candidate(case, solutions)
+
+    def estimated(self, bounded: Bounded) -> Candidate:
+        """The point's best by its sketch: the fastest that should fit, else the smallest."""
+        room = self.allowed_bytes - self.excess.get(bounded.point.kind, 0)
+        found = self.solve(bounded.point, room, traced=False) if bounded.seconds < _NEVER else None
+        return found or self.smallest_of(bounded.point, traced=False)
+
+    def _candidate(self, case: Case, solutions: list[Solution]) -> Candidate:
+        tiers: tuple[Tier, ...] = case.tiers(solutions)
+        seconds = case.seconds([solution.seconds for solution in solutions])
+        point = case.point
+        return Candidate(
+            point.with_tiers(tiers), case.peak(solutions), seconds, self._weight(point), case, tuple(solutions)
+        )
 
 
-def micro_batch_sizes(sequences: int) -> list[int]:
-    """1, 2, 4, ... and the whole step."""
-    powers = [2**exponent for exponent in range(sequences.bit_length()) if 2**exponent < sequences]
-    return [*powers, sequences]
-
-
-def chunk_counts(facts: ModelFacts, tokens: int) -> list[int]:
-    """One piece, what `auto` takes, and a quarter and four times as many; one where the head cannot be cut off."""
-    if not facts.can_chunk:
-        return [1]
-    auto = auto_chunks(tokens, facts.vocab_size, facts.dim)
-    return sorted({count for count in (1, auto // 4, auto, 4 * auto) if 1 <= count <= tokens})
-
-
-def tier_splits(num_blocks: int) -> Integers:
-    """Assignments (assignments, blocks) of indices into TIERS: up to three runs of blocks, each keeping more than the
-    one before it."""
-    order = [TIERS.index(tier) for tier in _SMALLEST_FIRST]
-    if num_blocks == 0:
-        return np.zeros((1, 0), dtype=np.int64)
-    rows = [np.full(num_blocks, tier) for tier in order]
-    for runs in (2, 3):
-        for cuts in combinations(range(1, num_blocks), runs - 1):
-            lengths = np.diff((0, *cuts, num_blocks))
-            rows += [np.repeat(tiers, lengths) for tiers in combinations(order, runs)]
-    return np.array(rows, dtype=np.int64)
+def best_of_each(points: list[Bounded], key: Callable[[Point], Any]) -> dict[Any, Bounded]:
+    """By key the point with the least bound: of those that should fit the fastest, else the smallest."""
+    best: dict[Any, Bounded] = {}
+    for bounded in sorted(points, key=lambda each: (each.seconds, each.peak_bytes)):
+        best.setdefault(key(bounded.point), bounded)
+    return best

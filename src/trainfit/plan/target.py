@@ -41,7 +41,8 @@ class Target:
     may_change: "precision" allows bf16 where the precision given is fp32; "optimizer" allows other ways to keep weights
         and states than that given.
     allocator: its settings; None lets a plan choose expandable segments where they make it fit.
-    layouts: every arrangement of the devices that may be taken; tokens_per_step are those of all its ranks.
+    layouts: every arrangement of the devices that may be taken, all that techniques find where there are none;
+        tokens_per_step are those of all ranks.
     Raises RecipeError for sizes below one and for words that are not known.
     """
 

@@ -1,4 +1,4 @@
-"""What a plan may do with precision and optimizer, and the fast model's figures of it.
+"""What other precisions and optimizers are to the fast model, and what they must be worth.
 
 NOTE [ What accuracy is worth ]
 Where a target lets the optimizer change, a variant that rounds more, or loses more, must be faster for it: candidates
@@ -16,13 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
-from trainfit.hardware.runtime import fused_adamw_ignores_grad_scaler
 from trainfit.plan.target import Target
-from trainfit.profile import Accuracy, Layout, OptimizerVariant, Precision, WeightStorage
+from trainfit.profile import Accuracy, OptimizerVariant, Precision
 from trainfit.rehearsal.trace import ModelFacts, Tracer
-from trainfit.step.strategy import Strategy
 from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, is_stored
 from trainfit.workload import Workload
 
@@ -81,68 +78,6 @@ def gradient_share(traced: OptimizerVariant, variant: OptimizerVariant) -> float
     """The bytes of a variant's gradients over those that were traced."""
     old = bytes_per_parameter(traced).gradients
     return bytes_per_parameter(variant).gradients / old if old else 1.0
-
-
-def variants_for(
-    hardware: Hardware, target: Target, layout: Layout, *, clips: bool
-) -> list[tuple[Precision, OptimizerVariant]]:
-    """What the target asks for, then what it allows."""
-    asked = target.optimizer
-    found = [(target.precision, asked)]
-    precisions: list[Precision] = [target.precision]
-    if "precision" in target.may_change and target.precision == "fp32" and hardware.supports("bf16"):
-        precisions.append("bf16")
-        found.append(("bf16", asked))
-    if "optimizer" in target.may_change:
-        found += [
-            (precision, variant)
-            for precision in precisions
-            for variant in variants_of(asked, precision, layout, on_host=hardware.is_host, clips=clips)
-        ]
-        found = [(each, skipping(variant, each, hardware)) for each, variant in found]
-    return list(dict.fromkeys(found))
-
-
-def skipping(variant: OptimizerVariant, precision: Precision, hardware: Hardware) -> OptimizerVariant:
-    """The variant with a kernel that leaves out a step that overflowed: in fp16 some devices' fused AdamW does not."""
-    deaf = precision == "fp16" and fused_adamw_ignores_grad_scaler(hardware.spec.kind)
-    return replace(variant, kernel="foreach") if deaf else variant
-
-
-def variants_of(
-    asked: OptimizerVariant, precision: Precision, layout: Layout, *, on_host: bool, clips: bool
-) -> list[OptimizerVariant]:
-    """Variants that save memory against the one that was asked for, as far as they work under a layout.
-
-    on_host: whether the device computes in host memory, so that nothing is gained by moving states there.
-    """
-    if asked.kind != "adamw":  # nothing of these is known of other methods
-        return []
-    kept = [asked]
-    may_be_half = precision == "bf16" and asked.weights == "fp32" and layout.mesh.pipeline == 1
-    if may_be_half:
-        halves: tuple[WeightStorage, ...] = ("bf16_residual", "bf16_stochastic")
-        kept += [replace(asked, weights=weights, gradients=sums) for weights in halves for sums in ("fp32", "half")]
-    if asked.states == "fp32":
-        kept += [replace(variant, states="int8") for variant in list(kept)]
-    if not clips and layout.mesh.replicate == 1 and asked.update == "step" and precision != "fp16":
-        kept += [replace(variant, update="backward") for variant in list(kept)]
-    if not on_host and asked.place == "device":
-        kept += [replace(asked, place="host")]
-        if may_be_half:
-            kept += [replace(asked, weights="bf16_master", gradients="half", place="host")]
-        if precision == "fp16" and asked.weights == "fp32" and layout.mesh.pipeline == 1:
-            kept += [replace(asked, weights="fp16_master", place="host")]
-    return [variant for variant in kept[1:] if _works(variant, precision)]
-
-
-def _works(variant: OptimizerVariant, precision: Precision) -> bool:
-    """Whether a strategy takes it; what was asked for may not go together with what saves more."""
-    try:
-        Strategy(1, precision=precision, optimizer=variant)
-    except RecipeError:
-        return False
-    return True
 
 
 def weight_of(target: Target, precision: Precision, variant: OptimizerVariant) -> float:

@@ -72,12 +72,39 @@ def rehearse(
         return _watch_full_window(step, workload, hardware)
 
 
+def block_passes(strategy: Strategy) -> int:
+    """What a rehearsal of the ranks that are judged takes, in runs of a micro batch through a block."""
+    stages = strategy.mesh.pipeline
+    return -(-len(strategy.tiers) // stages) * _running(strategy) * min(2, stages)
+
+
+def _running(strategy: Strategy) -> int:
+    """How many micro batches of a full window run. See NOTE [ Micro batches that wait ]."""
+    mesh, steps = strategy.mesh, strategy.accumulation_steps
+    if mesh.size == 1:
+        return 1
+    if mesh.pipeline > 1:
+        settled = _as_many_as_fit(strategy, mesh.pipeline + 2)
+        return min(steps, settled) if strategy.pipeline.schedule == "1f1b" else steps
+    last_is_alike = mesh.data == 1 or (mesh.replicate == 1 and strategy.zero.reduces_each_micro_batch)
+    return min(steps, 2 if last_is_alike else 3)
+
+
+def _as_many_as_fit(strategy: Strategy, least: int) -> int:
+    """Micro batches that a pipeline's schedule takes, so many or the next more."""
+    return next(number for number in range(least, 10**9) if strategy.pipeline.fits(number, strategy.mesh.pipeline))
+
+
 def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) -> Profile:
     """NOTE [ Micro batches that wait ]
 
     A single process runs the last micro batch, on gradients that the others have left: no earlier one needs as much,
     and each takes as long. Ranks talk at other times in the first, the middle ones and the last, so these three run,
-    and the middle one counts for all like it. Stages of a pipeline have several micro batches under way: all run.
+    and the middle one counts for all like it; where gradients are reduced in each backward, and over nothing else in
+    the last, that is like the middle ones. Stages of a pipeline have several micro batches under way: as many run as
+    fill it, and two more. The second stretch from a forward to the next one that follows a backward, which in the first
+    stage is the first with all under way, counts for the rest. How long stages wait for each other shows on no single
+    rank: see `_with_turns`.
     """
     strategy = step.strategy
     steps = strategy.accumulation_steps
@@ -88,13 +115,28 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) 
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         return watch_step(step, [full_micro_batch(workload, strategy)], hardware, waiting=steps - 1, late_states=late)
-    all_run = strategy.mesh.pipeline > 1
-    running = steps if all_run else min(steps, 3)
+    in_turns = strategy.mesh.pipeline > 1
+    running = _running(strategy)
     batches = [full_micro_batch(workload, strategy) for _ in range(running)]
     with FakeKernels(), model_errors():
-        _set_up(step, batches if all_run else [])
-    waiting, like = steps - running, min(1, running - 1)
-    return watch_step(step, batches, hardware, waiting=waiting, like=like, late_states=late)
+        _set_up(step, batches[: _as_many_as_fit(strategy, 1)] if in_turns else [])
+    like = min(1, running - 1)
+    profile = watch_step(step, batches, hardware, waiting=steps - running, like=like, late_states=late)
+    return _with_turns(profile, strategy) if in_turns else profile
+
+
+def _with_turns(profile: Profile, strategy: Strategy) -> Profile:
+    """With the time that a stage waits for others, which are taken to be as slow as this one.
+
+    The first micro batch has to come through all stages, and the last back: (stages - 1) / (micro batches) of what its
+    own take, a v-th of it with v stages on a rank.
+    """
+    waits = (strategy.mesh.pipeline - 1) / (strategy.accumulation_steps * strategy.pipeline.stages_per_rank)
+    phases = {
+        phase: seconds * (1 + waits) if phase in ("forward", "loss", "backward") else seconds
+        for phase, seconds in profile.phase_seconds.items()
+    }
+    return replace(profile, phase_seconds=phases, step_seconds=sum(phases.values()))
 
 
 def _set_up(step: TrainStep, batches: Sequence[MicroBatch]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainfit.hardware import Hardware
+from trainfit.hardware import Hardware, Ranks
 from trainfit.hardware.runtime import rehearsed
 from trainfit.profile import (
     SEARCH_TIERS,
     BlockTrace,
     Cast,
     FrozenStorage,
+    Mesh,
     OptimizerVariant,
     Precision,
     ShellTrace,
+    TensorParallel,
     Tier,
 )
-from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker, operator_cost
+from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors, model_errors, new_tracker, operator_cost
+from trainfit.rehearsal.shorten import shortened
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques import Build
@@ -33,6 +37,7 @@ from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
 from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.optimizer import OptimizerStates, states_on_device
+from trainfit.techniques.tensor_parallel import TensorSplit
 from trainfit.workload import MicroBatch, Workload, run_model
 
 
@@ -71,6 +76,32 @@ class ModelFacts:
     dim: int
     vocab_size: int
     can_chunk: bool
+    embedding_bytes: int = 0
+    head_bytes: int = 0
+    bytes_by_block: tuple[int, ...] = ()
+    trained_by_block: tuple[int, ...] = ()
+
+    def shortened(self, kept: Sequence[int]) -> ModelFacts:
+        """With some of the blocks only; what the optimizer has goes with the number of parameters that train."""
+        assert len(self.bytes_by_block) == len(self.structures)
+        dropped = sorted(set(range(len(self.structures))) - set(kept))
+        gone = sum(self.bytes_by_block[block] for block in dropped)
+        trained = self.num_trained - sum(self.trained_by_block[block] for block in dropped)
+        share = trained / max(1, self.num_trained)
+        return replace(
+            self,
+            structures=tuple(self.structures[block] for block in kept),
+            num_trained=trained,
+            parameter_bytes=self.parameter_bytes - gone,
+            block_bytes=self.block_bytes - gone,
+            largest_block_bytes=max(self.bytes_by_block[block] for block in kept),
+            optimizer_bytes=int(self.optimizer_bytes * share),
+            gradient_bytes=int(self.gradient_bytes * share),
+            update_peak_bytes=int(self.update_peak_bytes * share),
+            optimizer_seconds=self.optimizer_seconds * share,
+            bytes_by_block=tuple(self.bytes_by_block[block] for block in kept),
+            trained_by_block=tuple(self.trained_by_block[block] for block in kept),
+        )
 
 
 class Tracer:
@@ -85,12 +116,19 @@ class Tracer:
         frozen_weights: FrozenStorage = "fp32",
         precision: Precision = "fp32",
         cast: Cast = "operator",
+        split: tuple[Ranks, TensorParallel] | None = None,
     ) -> None:
-        """frozen_weights: how they are kept where the compute dtype is `precision`. cast: see Strategy."""
+        """frozen_weights: how they are kept where the compute dtype is `precision`. cast: see Strategy.
+
+        split: over which tensor ranks, and how; see split_trace().
+        """
+        self._settings = {"frozen_weights": frozen_weights, "precision": precision, "cast": cast}
+        self._is_split = split is not None
         self.workload, self.hardware = workload, hardware
         self.variant = variant or OptimizerVariant()
         self._cost = operator_cost(hardware)
         self._traces: dict[tuple[Any, ...], ModelTrace] = {}
+        self._parts: dict[tuple[Any, ...], Any] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}  # of earlier micro batches
         self._tuples = False  # whether blocks return tuples; known after the first one has run
         with fake_tensors() as self._mode, model_errors():
@@ -98,6 +136,9 @@ class Tracer:
             self._carries = _carries_gradients(self._build)
             self._build.precision = self._precision = precision
             FrozenWeights().apply(self._build, frozen_weights)
+            if split is not None:
+                self._build.ranks = split[0]
+                TensorSplit().apply(self._build, split[1])
             BlockCasts().apply(self._build, cast)
             OptimizerStates().apply(self._build, self.variant)
             self.facts = self._facts()
@@ -131,15 +172,58 @@ class Tracer:
         with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
             blocks = {
-                (structure, tier): self._trace_block(block, tier, precision, inputs)
+                (structure, tier): self._once(
+                    (micro_batch_size, precision, accumulates, structure, tier),
+                    partial(self._trace_block, block, tier, precision, inputs),
+                )
                 for structure, (block, inputs) in captured.items()
                 for tier in tiers
             }
-            shell = {count: self._trace_shell(micro_batch_size, precision, count) for count in chunks}
+            shell = {
+                count: self._once(
+                    (micro_batch_size, precision, accumulates, count),
+                    partial(self._trace_shell, micro_batch_size, precision, count),
+                )
+                for count in chunks
+            }
         shared = [
             tensor for _, inputs in captured.values() for tensor in _tensors(inputs) if tensor is not _hidden(inputs)
         ]
         return ModelTrace(blocks, shell, storage_bytes(shared))
+
+    def split_trace(
+        self,
+        size: int,
+        setting: TensorParallel,
+        micro_batch_size: int,
+        precision: Precision,
+        chunks: Iterable[int],
+        *,
+        accumulates: bool,
+    ) -> ModelTrace | None:
+        """As trace(), of one of `size` tensor ranks, with what its collectives add to bytes and seconds.
+
+        A model of few blocks is made for it, since the process group must be there when it is made and when it is
+        traced: one of each structure between a first and a last one, which take and give whole sequences. None where a
+        structure has no block between them.
+        """
+        key = (size, setting, micro_batch_size, precision, tuple(chunks), accumulates)
+        if key not in self._traces:
+            structures = self.facts.structures
+            inner = {structure: index for index, structure in reversed(list(enumerate(structures))[1:-1])}
+            if set(inner) != set(structures):
+                return None
+            short = shortened(self.workload, [0, *sorted(inner.values()), len(structures) - 1]) or self.workload
+            with fake_ranks(Mesh(tensor=size), 0, self.hardware) as ranks:
+                part = Tracer(short, self.hardware, self.variant, split=(ranks, setting), **self._settings)  # type: ignore[arg-type]
+                self._traces[key] = part.trace(micro_batch_size, precision, chunks, accumulates=accumulates)
+        return self._traces[key]
+
+    def _once(self, key: tuple[Any, ...], trace: Callable[[], Any]) -> Any:
+        """Each part is traced once, whatever it is asked for with."""
+        if key not in self._parts:
+            self._parts[key] = trace()
+        return self._parts[key]
 
     def _facts(self) -> ModelFacts:
         build = self._build
@@ -161,7 +245,17 @@ class Tracer:
             dim=1 if hidden is None else hidden.shape[-1],
             vocab_size=self.workload.vocab_size,
             can_chunk=not isinstance(build.split, str),
+            embedding_bytes=self._bytes_of(build.anatomy.embedding),
+            head_bytes=self._bytes_of(build.anatomy.head),
+            bytes_by_block=tuple(blocks),
+            trained_by_block=tuple(
+                sum(p.numel() for p in block.parameters() if p.requires_grad) for block in build.blocks
+            ),
         )
+
+    def _bytes_of(self, name: str | None) -> int:
+        """Of the parameters of one part of the model."""
+        return storage_bytes(self._build.model.get_submodule(name).parameters()) if name else 0
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -234,7 +328,8 @@ class Tracer:
         """What the first block of each structure is called with."""
         captured: dict[int, tuple[nn.Module, Any]] = {}
         anatomy = self._build.anatomy
-        first = {structure: index for index, structure in reversed(list(enumerate(anatomy.structures)))}
+        numbered = list(enumerate(anatomy.structures))
+        first = {structure: index for index, structure in reversed(numbered[1:-1] if self._is_split else numbered)}
 
         def hook(structure: int) -> Any:
             def pre_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

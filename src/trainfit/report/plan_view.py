@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -12,7 +12,7 @@ from rich.text import Text
 from trainfit.report.peak_words import explain_peak
 from trainfit.report.pieces import bar, table
 from trainfit.report.profile_view import speed_words
-from trainfit.step.strategy import Strategy, describe_strategy, describe_variant, format_tiers
+from trainfit.step.strategy import Strategy, describe_mesh, describe_strategy, describe_variant, format_tiers
 from trainfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -31,9 +31,21 @@ def plan_view(plan: Plan) -> RenderableType:
     )  # fmt: skip
     speed = [Text(said)] if (said := speed_words(plan.predicted)) else []
     reason = [Text(f"{plan.reason[:1].upper()}{plan.reason[1:]}.")] if plan.fits else []
+    reason += [Text(line) for line in _what_binds(plan)]
     notes = [Text(f"note: {note}", style="yellow") for note in plan.notes]
     words = Text(" ".join(explain_peak(plan.predicted, plan.strategy)))
     return Group(title, _sides(plan), *speed, *reason, words, *notes)
+
+
+def _what_binds(plan: Plan) -> Iterator[str]:
+    """Which event limits the plan, and what a little more memory would buy."""
+    if plan.binds:
+        yield f"What binds: {plan.binds}."
+    if (more := plan.more_memory) is not None:
+        saved = plan.predicted.step_seconds - more.step_seconds
+        share = f"({saved / plan.predicted.step_seconds:.1%})"
+        bought = f"{format_seconds(saved)} a step {share}" if saved > 0 else "nothing"
+        yield f"The next {format_bytes(more.bytes)} would buy {bought}" + (f": {more.how}." if saved > 0 else ".")
 
 
 def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
@@ -45,6 +57,7 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("accumulation", (str(s.accumulation_steps) for s in both)),
         ("precision", (s.precision for s in both)),
         ("optimizer", (variant_words(s) or "AdamW" for s in both) if any(map(variant_words, both)) else ()),
+        ("devices", (", ".join(describe_mesh(s)) or "copies" for s in both) if both[1].mesh.size > 1 else ()),
         ("activation", (format_tiers(s.tiers) for s in both)),
         ("loss chunks", (str(s.loss_chunks) for s in both)),
         ("peak memory", (format_bytes(peak) for peak in peaks)),
@@ -64,7 +77,11 @@ def _sides(plan: Plan) -> Table:
             made.add_row("", *(_budget_bar(peak, max(*peaks, plan.allowed_bytes), plan) for peak in peaks))
         else:
             made.add_row(
-                name, *(_clip(value, 2 * _TIERS_WIDTH if name == "optimizer" else _TIERS_WIDTH) for value in values)
+                name,
+                *(
+                    _clip(value, 2 * _TIERS_WIDTH if name in ("optimizer", "devices") else _TIERS_WIDTH)
+                    for value in values
+                ),
             )
     return made
 

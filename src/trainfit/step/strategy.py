@@ -338,7 +338,7 @@ def describe_strategy(strategy: Strategy) -> str:
     frozen = [] if strategy.frozen_weights == "fp32" else [f"frozen weights in {strategy.frozen_weights}"]
     variant = describe_variant(strategy.optimizer)
     allocator = describe_allocator(strategy.allocator)
-    return ", ".join([size, tiers, chunks, precision, *frozen, *variant, *_describe_mesh(strategy), *allocator])
+    return ", ".join([size, tiers, chunks, precision, *frozen, *variant, *describe_mesh(strategy), *allocator])
 
 
 def describe_allocator(settings: AllocatorSettings) -> list[str]:
@@ -362,7 +362,8 @@ def describe_variant(variant: OptimizerVariant) -> list[str]:
     return words + ([] if variant.kernel == "fused" else ["foreach"])
 
 
-def _describe_mesh(strategy: Strategy) -> list[str]:
+def describe_mesh(strategy: Strategy) -> list[str]:
+    """How devices are arranged, in words; nothing for one."""
     mesh = [f"{dim} {size}" for dim, size in zip(MESH_DIMS, strategy.mesh.shape) if size > 1]
     if not mesh:
         return []

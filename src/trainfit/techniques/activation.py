@@ -20,7 +20,7 @@ block again. Embedding and head are never recomputed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator
 from trainfit.profile import Tier
-from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.kept_outputs import KeepRules, Rule
 from trainfit.techniques.parts import CoreForward, parts_of, run_attention
 from trainfit.techniques.recompute import RecomputePlan
@@ -123,6 +123,10 @@ class ActivationTiers:
 
     stage: ClassVar[Stage] = Stage.BLOCK
     setting: ClassVar[str] = "tiers"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[tuple[Tier, ...]]:
+        """None to choose from: each block's tier is the solver's."""
+        yield ()
 
     def apply(self, build: Build, setting: tuple[Tier, ...]) -> None:
         """Raises RecipeError if there are not as many tiers as blocks, those of other pipeline stages included."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainfit.hardware import Accelerator, Ranks
+from trainfit.hardware import Accelerator, Hardware, Ranks
 from trainfit.profile import Cast, LossScale, Phase, Precision
 from trainfit.workload import Anatomy, HeadSplit, Workload
 from trainfit.workload.batch import MicroBatch
@@ -143,11 +144,47 @@ class Build:
         return [self.model.get_submodule(name) for name in self.anatomy.blocks]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a search is asked for, and what it may choose from.
+
+    settings: what the target asks for, by field of Strategy. may_change: "precision", "optimizer".
+    clips: whether gradients are clipped by their norm. can_chunk, dim: whether the head can be cut off, and the width
+    of the hidden states that it takes.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    settings: Mapping[str, Any]
+    may_change: frozenset[str] = frozenset()
+    clips: bool = True
+    can_chunk: bool = True
+    dim: int = 1
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Without memory: for looking at its modules."""
+        return self.workload.meta_model()
+
+
+Draft = Mapping[str, Any]  # fields of a Strategy that have been chosen so far
+
+
 class Technique(Protocol):
-    """One file, one line in TECHNIQUES, its tests and its page; what the search may set is listed in plan/search.py."""
+    """One file, one line in TECHNIQUES, its tests and its page.
+
+    NOTE [ What a search may set ]
+    A search chooses a mesh, a micro batch, and then, from the last technique to the first, for each technique one of
+    its choices, so that a choice may depend on the mesh and on later techniques': `so_far`. No choice at all means that
+    the draft cannot be. Choices need not repeat the rules of Strategy: a draft that breaks one is dropped. Tiers are
+    the exception: they are the solver's. Mesh, zero, tensor and pipeline are chosen first, since they make a layout.
+    """
 
     stage: ClassVar[Stage]
     setting: ClassVar[str]  # the field of Strategy that it reads
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[Any]:
+        """The values of its setting that may be taken, what was asked for first."""
 
     def apply(self, build: Build, setting: Any) -> None:
         """The real thing, in place."""

@@ -13,6 +13,7 @@ With sharded weights FSDP does the same: it gathers them in the compute dtype.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from trainfit.errors import RecipeError
 from trainfit.profile import Cast
 from trainfit.techniques.activation import Patched, forget_recompute, unbound_forward
-from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Stage
 
 
 class BlockCasts:
@@ -32,6 +33,13 @@ class BlockCasts:
 
     stage: ClassVar[Stage] = Stage.BLOCK
     setting: ClassVar[str] = "cast"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[Cast]:
+        """Half weights need no cast, parts of weights can have none."""
+        casts = so_far["precision"] != "fp32" and so_far["optimizer"].weights == "fp32"
+        cast: Cast = asked.settings["cast"] if casts else "operator"
+        if cast == "operator" or so_far["mesh"].tensor == 1:
+            yield cast
 
     def apply(self, build: Build, setting: Cast) -> None:
         for block in build.blocks:

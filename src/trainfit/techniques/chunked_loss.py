@@ -23,7 +23,7 @@ they are to see this micro batch's gradient; hooks after accumulation see what t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainfit.errors import RecomputeError
-from trainfit.techniques.base import Build, Observer, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Observer, Stage
 from trainfit.workload import HeadSplit
 from trainfit.workload.batch import IGNORED_LABEL, MicroBatch
 
@@ -103,6 +103,13 @@ class ChunkedLoss:
 
     stage: ClassVar[Stage] = Stage.STEP
     setting: ClassVar[str] = "loss_chunks"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[int]:
+        """One piece, what `auto` takes, and a quarter and four times as many; one where the head cannot be cut off."""
+        tokens = so_far["micro_batch_size"] * asked.workload.seq_len
+        auto = auto_chunks(tokens, asked.workload.vocab_size, asked.dim) if asked.can_chunk else 1
+        counts = (1, auto // 4, auto, 4 * auto) if asked.can_chunk else (1,)
+        yield from sorted({count for count in counts if 1 <= count <= tokens})
 
     def apply(self, build: Build, setting: int) -> None:
         if setting == 1:

@@ -10,6 +10,7 @@ The head is never quantised, nor embeddings and norms. Where the compute dtype i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from trainfit.errors import RecipeError
 from trainfit.hardware import DTYPES
 from trainfit.profile import FrozenStorage
-from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.quantised import BLOCK_SIZE, Quantisation, QuantisedLinear, pair_table
 
 # Their CPU kernels take weights of the input's dtype or fp32 ones, and hidden states are fp32 behind what trains.
@@ -30,6 +31,9 @@ class FrozenWeights:
 
     stage: ClassVar[Stage] = Stage.MODULE
     setting: ClassVar[str] = "frozen_weights"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[FrozenStorage]:
+        yield asked.settings["frozen_weights"]
 
     def apply(self, build: Build, setting: FrozenStorage) -> None:
         """Raises RecipeError where nothing is frozen, and where a mesh would have to split codes."""

@@ -11,7 +11,7 @@ has no numbers to read, so there a step is always finite.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import Accelerator, Ranks
 from trainfit.hardware.ranks import local_part
 from trainfit.profile import LossScale
-from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.block_scales import BlockScaling, local_gradients
 
 
@@ -33,6 +33,9 @@ class LossScaling:
 
     stage: ClassVar[Stage] = Stage.STEP
     setting: ClassVar[str] = "loss_scale"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[LossScale | None]:
+        yield asked.settings["loss_scale"]
 
     def apply(self, build: Build, setting: LossScale) -> None:
         """Raises ModelError for fp16 gradients and for blocks that cannot have scales, RecipeError for an optimizer

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from trainfit.errors import ModelError, RecipeError
-from trainfit.hardware import DTYPES, Accelerator
+from trainfit.hardware import DTYPES, Accelerator, Hardware
 from trainfit.hardware.ranks import local_part
-from trainfit.profile import Accuracy, OptimizerVariant, Precision
-from trainfit.techniques.base import Build, Stage
+from trainfit.hardware.runtime import fused_adamw_ignores_grad_scaler
+from trainfit.profile import Accuracy, Mesh, OptimizerVariant, Precision, WeightStorage
+from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.host_adamw import HostAdamW
 from trainfit.techniques.stored_adamw import StoredAdamW, first_step
 from trainfit.techniques.stored_moments import BLOCK, moments
@@ -39,22 +40,27 @@ class OptimizerStates:
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     setting: ClassVar[str] = "optimizer"
 
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[OptimizerVariant]:
+        """What was asked for; where it may change, what saves memory against that."""
+        mesh, precision = so_far["mesh"], so_far["precision"]
+        wanted: OptimizerVariant = asked.settings["optimizer"]
+        may_change = "optimizer" in asked.may_change
+        found = [wanted, *(smaller_variants(wanted, precision, asked.hardware.is_host) if may_change else [])]
+        if may_change:
+            found = [skipping(each, precision, asked.hardware) for each in found]
+        for variant in dict.fromkeys(found):
+            clips = asked.clips and variant.update == "backward" and variant != wanted
+            if not clips and _reason_against(variant, mesh) is None:
+                yield variant
+
     def apply(self, build: Build, setting: OptimizerVariant) -> None:
         forget_updates(build.model)
         mesh = build.ranks.mesh
         if build.workload.make_optimizer is not None:
             build.optimizer = _own_optimizer(build, setting)
             return
-        if setting.update == "backward" and mesh.replicate > 1:
-            raise RecipeError(
-                f"optimizer.update backward updates before the {mesh.replicate} copies of mesh.replicate have summed "
-                "their gradients; use mesh.shard with zero.stage 2 or 3, or optimizer.update: step"
-            )
-        if setting.kind == "adafactor" and max(mesh.shard, mesh.tensor) > 1:
-            raise RecipeError(
-                f"optimizer.kind adafactor needs whole matrices, this mesh splits them (shard {mesh.shard} x tensor "
-                f"{mesh.tensor}); use optimizer.kind: adamw with states: int8"
-            )
+        if (reason := _reason_against(setting, mesh)) is not None:
+            raise RecipeError(reason)
         if setting.kind == "adafactor":
             build.notes.append(
                 "adafactor takes no optimizer.betas and eps, and scales optimizer.learning_rate by the size of each "
@@ -77,6 +83,52 @@ class OptimizerStates:
         if setting.update == "backward":
             build.updates_in_backward = True
             update_in_backward(build.model, build.optimizer)
+
+
+def skipping(variant: OptimizerVariant, precision: Precision, hardware: Hardware) -> OptimizerVariant:
+    """The variant with a kernel that leaves out a step that overflowed: in fp16 some devices' fused AdamW does not."""
+    deaf = precision == "fp16" and fused_adamw_ignores_grad_scaler(hardware.spec.kind)
+    return replace(variant, kernel="foreach") if deaf else variant
+
+
+def _reason_against(variant: OptimizerVariant, mesh: Mesh) -> str | None:
+    """Why a variant does not work with a mesh."""
+    if variant.update == "backward" and mesh.replicate > 1:
+        return (
+            f"optimizer.update backward updates before the {mesh.replicate} copies of mesh.replicate have summed "
+            "their gradients; use mesh.shard with zero.stage 2 or 3, or optimizer.update: step"
+        )
+    if variant.kind == "adafactor" and max(mesh.shard, mesh.tensor) > 1:
+        return (
+            f"optimizer.kind adafactor needs whole matrices, this mesh splits them (shard {mesh.shard} x tensor "
+            f"{mesh.tensor}); use optimizer.kind: adamw with states: int8"
+        )
+    return None
+
+
+def smaller_variants(asked: OptimizerVariant, precision: Precision, on_host: bool) -> list[OptimizerVariant]:
+    """Variants that save memory against the one that was asked for; Strategy knows which of them go together.
+
+    on_host: whether the device computes in host memory, so that nothing is gained by moving states there.
+    """
+    if asked.kind != "adamw":  # nothing of these is known of other methods
+        return []
+    kept = [asked]
+    may_be_half = precision == "bf16" and asked.weights == "fp32"
+    if may_be_half:
+        halves: tuple[WeightStorage, ...] = ("bf16_residual", "bf16_stochastic")
+        kept += [replace(asked, weights=weights, gradients=sums) for weights in halves for sums in ("fp32", "half")]
+    if asked.states == "fp32":
+        kept += [replace(variant, states="int8") for variant in list(kept)]
+    if asked.update == "step":
+        kept += [replace(variant, update="backward") for variant in list(kept)]
+    if not on_host and asked.place == "device":
+        kept += [replace(asked, place="host")]
+        if may_be_half:
+            kept += [replace(asked, weights="bf16_master", gradients="half", place="host")]
+        if precision == "fp16" and asked.weights == "fp32":
+            kept += [replace(asked, weights="fp16_master", place="host")]
+    return kept[1:]
 
 
 def _refuse_other_weights(build: Build) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainfit.errors import ModelError
 from trainfit.hardware.ranks import local_part
 from trainfit.profile import Pipeline, Precision
-from trainfit.techniques.base import Build, Observer, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Observer, Stage
 from trainfit.techniques.chunked_loss import ignore_phase, mark_backward
 from trainfit.techniques.pipeline_cut import Part, Route, StageEndError, cut, divide
 from trainfit.techniques.pipeline_stage import StageRunner, make_schedule, wire_tensor
@@ -30,6 +30,12 @@ class PipelineStages:
 
     stage: ClassVar[Stage] = Stage.MODULE
     setting: ClassVar[str] = "pipeline"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[Pipeline]:
+        """Stages of as many blocks each, one to a rank."""
+        ranks, blocks = so_far["mesh"].pipeline, len(asked.workload.anatomy().blocks)
+        if ranks == 1 or (blocks and blocks % ranks == 0):
+            yield Pipeline()
 
     def apply(self, build: Build, setting: Pipeline) -> None:
         """Raises ModelError for a model that cannot be cut, RecipeError for fewer blocks than stages."""

@@ -6,11 +6,12 @@ has ended, which is what activation tiers set out to save. Without it a weight i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import ClassVar
 
 from trainfit.profile import Precision
-from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Stage
 
 
 class MixedPrecision:
@@ -18,6 +19,12 @@ class MixedPrecision:
 
     stage: ClassVar[Stage] = Stage.STEP
     setting: ClassVar[str] = "precision"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[Precision]:
+        wanted: Precision = asked.settings["precision"]
+        yield wanted
+        if "precision" in asked.may_change and wanted == "fp32" and asked.hardware.supports("bf16"):
+            yield "bf16"
 
     def apply(self, build: Build, setting: Precision) -> None:
         """Raises DeviceError for a precision that the device lacks."""

@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from trainfit.errors import RecipeError
+from trainfit.errors import ModelError, RecipeError
 from trainfit.profile import TensorParallel
-from trainfit.techniques.base import Build, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.workload.tensor_plan import SplitKind, check_sequence, tensor_plan
 
 SEQUENCE_DIM = 1
@@ -51,6 +51,26 @@ class TensorSplit:
 
     stage: ClassVar[Stage] = Stage.MODULE
     setting: ClassVar[str] = "tensor"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[TensorParallel]:
+        """Within a node only, and with split sequences where the model can."""
+        size = so_far["mesh"].tensor
+        if size == 1:
+            yield TensorParallel()
+            return
+        workload = asked.workload
+        try:
+            fits = asked.hardware.node_size % size == 0
+            if not fits or not tensor_plan(asked.model, workload, workload.anatomy(), size).splits:
+                return
+        except (ModelError, RecipeError):
+            return  # no plan, or heads that it does not divide
+        try:
+            check_sequence(asked.model, workload, size)
+        except RecipeError:
+            yield TensorParallel()
+        else:
+            yield TensorParallel(sequence=True)
 
     def apply(self, build: Build, setting: TensorParallel) -> None:
         """Raises ModelError for a model without a plan, RecipeError for a number of ranks that does not divide it."""

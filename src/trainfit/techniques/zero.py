@@ -14,6 +14,7 @@ Gradients are summed, never averaged: the loss is divided by the valid tokens of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trainfit.hardware import DTYPES
 from trainfit.hardware.gloo import BroadcastAllGather, ExchangedReduceScatter
 from trainfit.profile import Zero
-from trainfit.techniques.base import Build, Observer, Stage
+from trainfit.techniques.base import Asked, Build, Draft, Observer, Stage
 from trainfit.techniques.every_block import EveryBlock
 from trainfit.techniques.replicas import ReplicaSync
 from trainfit.workload.batch import MicroBatch
@@ -34,6 +35,13 @@ class ZeroStages:
 
     stage: ClassVar[Stage] = Stage.SHARD
     setting: ClassVar[str] = "zero"
+
+    def choices(self, so_far: Draft, asked: Asked) -> Iterable[Zero]:
+        """Every stage, and stage 3 with whole gradients until the last micro batch."""
+        if so_far["mesh"].shard == 1:
+            yield Zero()
+            return
+        yield from (Zero(1), Zero(2), Zero(3), Zero(3, gradient_sync="step"))
 
     def apply(self, build: Build, setting: Zero) -> None:
         mesh = build.ranks.mesh
