@@ -9,7 +9,7 @@ import numpy as np
 
 from trainfit.hardware import Hardware
 from trainfit.plan.cost import BlockTable, Resident, Shares, binding
-from trainfit.plan.layout import StagePart, link_rate, resident_of, shares_of, split_table, stage_parts
+from trainfit.plan.layout import StagePart, resident_of, shares_of, split_table, stage_parts, transfer
 from trainfit.plan.solver import Problem, Solution, fastest, knapsack_bound, peak_bound, smallest, solution_of
 from trainfit.plan.space import Point
 from trainfit.plan.target import Target
@@ -171,7 +171,8 @@ def _stage_maker(
     shared_bytes: int,
 ) -> Callable[[StagePart], Stage]:
     strategy, layout = point.strategy, point.layout
-    sent = 2 * hidden_bytes / link_rate(hardware) if layout.mesh.pipeline > 1 else 0.0  # there and back
+    stages = range(0, layout.mesh.size, layout.mesh.size // layout.mesh.pipeline)
+    sent = 2 * transfer(hardware, "send", hidden_bytes, stages[:2])  # there and back
 
     def stage(part: StagePart) -> Stage:
         problem = table.problem(part.shell(shell, hidden_bytes), list(part.blocks), part.waiting)

@@ -17,7 +17,7 @@ Tensor ranks with split sequences have 1 / T of what blocks save, others 1 / T o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy as np
 from trainfit.hardware import Hardware
 from trainfit.plan.cost import BlockTable, Resident, Shares
 from trainfit.profile import TIERS, Layout, Mesh, ShellTrace, Zero
+from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.trace import ModelFacts
 from trainfit.techniques import TECHNIQUES
 from trainfit.techniques.base import Asked
@@ -136,7 +137,7 @@ def split_table(
         return table
     # Two all-reduces in forward, two in backward, one again in a recompute: see tensor_parallel.py.
     calls = np.array([[4.0 if tier == "keep" else 5.0] for tier in TIERS])
-    seconds = table.seconds + calls * 2 * _ring(ranks) * hidden_bytes / link_rate(hardware)
+    seconds = table.seconds + calls * transfer(hardware, "all_reduce", hidden_bytes, range(ranks))
     if layout.tensor.sequence:
         return replace(table, seconds=seconds)
     stays = np.minimum(whole.saved, hidden_bytes)
@@ -148,14 +149,10 @@ def split_table(
     )
 
 
-def link_rate(hardware: Hardware) -> float:
-    link = hardware.spec.link_bandwidth
-    return link.value if link else _SLOW_LINK
-
-
-def _ring(ranks: int) -> float:
-    """The part of its bytes that each rank of a ring sends."""
-    return (ranks - 1) / ranks
+def transfer(hardware: Hardware, kind: str, num_bytes: int, ranks: Sequence[int]) -> float:
+    """Seconds of one collective of these ranks."""
+    links = Links.of(hardware.spec) or Links(_SLOW_LINK)
+    return links.seconds(kind, num_bytes, len(ranks), ranks) if len(ranks) > 1 else 0.0
 
 
 def resident_of(
@@ -226,13 +223,15 @@ def _seconds(
     share: float,
     compute_seconds: float,
 ) -> dict[str, float]:
-    """Rings send (n - 1) / n of the bytes; all-reduce does so twice. A device hides what its blocks' computation
-    covers, all but the first block's gather and the last one's reduction; a CPU nothing."""
+    """A device hides what its blocks' computation covers, all but the first block's gather and the last one's
+    reduction; a CPU nothing."""
     mesh, zero = layout.mesh, layout.zero
-    rate = link_rate(hardware)
-    ring = _ring(mesh.shard) / rate
-    copies = 2 * _ring(mesh.replicate) / rate * gradients / (mesh.shard if zero.stage else 1)
-    gather, reduce = ring * parameters, ring * gradients
+    shards = range(0, mesh.shard * mesh.tensor, mesh.tensor)
+    stride = mesh.shard * mesh.tensor
+    of_copies = gradients // (mesh.shard if zero.stage else 1)
+    copies = transfer(hardware, "all_reduce", of_copies, range(0, mesh.replicate * stride, stride))
+    gather = transfer(hardware, "all_gather", parameters, shards)
+    reduce = transfer(hardware, "reduce_scatter", gradients, shards)
     each = (2 * gather if zero.stage == 3 else 0.0) + (reduce if zero.reduces_each_micro_batch and zero.stage else 0.0)
     if not hardware.is_host:
         seen = each / max(1, len(facts.structures))  # the first gather and the last reduction
