@@ -32,7 +32,7 @@ from trainfit.hardware.overheads import operator_overheads
 from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
 from trainfit.profile import Precision
 
-POOL_BYTES = 16 * 2**20
+POOL_BYTES = 8 * 2**20
 PASSES = 2
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
@@ -82,7 +82,7 @@ class Stopwatch:
     def seconds(self, calls: Sequence[Callable[[], Any]], num_bytes: int = 0) -> float:
         """Of one call: each is made in turn, its output kept until as many bytes have passed as the pool has.
 
-        What a neighbour does to the caches lengthens some samples, so the lower quartile of them counts.
+        What a neighbour does to the caches only lengthens a call, so the shortest of all samples counts.
         """
         num_kept = max(1, min(_MAX_COPIES, POOL_BYTES // max(1, num_bytes)))
         kept: deque[Any] = deque(maxlen=num_kept)
@@ -92,10 +92,9 @@ class Stopwatch:
         once = self._sample(calls[0], 1, kept)
         repeats = max(1, min(1000, int(_SAMPLE_SECONDS / once)))
         count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(_SAMPLES_SECONDS / (once * repeats))))
-        samples = sorted(self._sample(calls[at % len(calls)], repeats, kept) for at in range(count))
-        quartile, median = samples[len(samples) // 4], statistics.median(samples)
-        self.spreads.append(median / quartile - 1)
-        return quartile
+        samples = [self._sample(calls[at % len(calls)], repeats, kept) for at in range(count)]
+        self.spreads.append(statistics.median(samples) / min(samples) - 1)
+        return min(samples)
 
     def _sample(self, call: Callable[[], Any], repeats: int, kept: deque[Any]) -> float:
         """Mean seconds of some calls in a row."""
@@ -151,7 +150,7 @@ def _work(watch: Stopwatch, device: Accelerator, grids: Grids) -> Iterator[tuple
             yield f"attention.{direction}.{kind}.{precision}", Series(axes, attend)
         for name, (make, call) in {**KERNELS, **(FP32_KERNELS if precision == "fp32" else HALF_KERNELS)}.items():
             pool_bytes = (
-                4 * POOL_BYTES if name.startswith("foreach") else POOL_BYTES
+                8 * POOL_BYTES if name.startswith("foreach") else POOL_BYTES
             )  # all gradients, one after another
             kernel = partial(_kernel, watch, make, call, precision, grids, pool_bytes)
             yield f"{name}.{precision}", Series((grids.elements,), kernel)
