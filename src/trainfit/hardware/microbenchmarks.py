@@ -36,8 +36,8 @@ POOL_BYTES = 8 * 2**20
 PASSES = 2
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
-_SAMPLES_SECONDS = 2e-3  # samples are taken for as long, within these bounds
-_MIN_SAMPLES, _MAX_SAMPLES = 3, 24
+_SAMPLES_SECONDS = 2e-3  # samples are taken for as long, at least one and at most as many
+_MAX_SAMPLES = 24
 _MAX_COPIES = 32
 _LONG_SECONDS = 4e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
 
@@ -86,13 +86,15 @@ class Stopwatch:
         """
         num_kept = max(1, min(_MAX_COPIES, POOL_BYTES // max(1, num_bytes)))
         kept: deque[Any] = deque(maxlen=num_kept)
-        # The first call of a shape may build its kernel, and outputs have to lie where memory was touched before.
-        for at in range(num_kept + 1):
-            kept.append(calls[at % len(calls)]())
+        for call in calls[:2]:
+            kept.append(call())  # the first call of a shape may build its kernel
         once = self._sample(calls[0], 1, kept)
+        for at in range(min(num_kept, int(_SAMPLES_SECONDS / once))):
+            kept.append(calls[at % len(calls)]())  # so that outputs lie where memory was touched before
         repeats = max(1, min(1000, int(_SAMPLE_SECONDS / once)))
-        count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(_SAMPLES_SECONDS / (once * repeats))))
+        count = max(1, min(_MAX_SAMPLES, int(_SAMPLES_SECONDS / (once * repeats))))
         samples = [self._sample(calls[at % len(calls)], repeats, kept) for at in range(count)]
+        samples += [once] if repeats == 1 else []
         self.spreads.append(statistics.median(samples) / min(samples) - 1)
         return min(samples)
 
