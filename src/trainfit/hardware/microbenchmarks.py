@@ -2,7 +2,7 @@
 
 NOTE [ Warm and cold ]
 In a training step an operator reads what was written some operators ago. So no kernel is timed on one pair of buffers
-again and again, which would stay in the innermost cache: operands go round a pool of POOL_BYTES, and so do outputs.
+again and again, which would stay in the innermost cache: operands go round a pool, and so do outputs.
 
 NOTE [ Whose seconds ]
 With one thread on a CPU, seconds are the processor's for this thread: what a neighbour took of the core is not in them.
@@ -33,6 +33,9 @@ from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
 from trainfit.profile import Precision
 
 POOL_BYTES = 8 * 2**20
+WEIGHT_BYTES = 32 * 2**20  # for matmuls, whose weights were last used a block or more ago
+COLD_BYTES = 64 * 2**20  # for what goes over all gradients or states once a step
+_COLD = ("foreach", "adamw")
 PASSES = 2
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
@@ -151,9 +154,7 @@ def _work(watch: Stopwatch, device: Accelerator, grids: Grids) -> Iterator[tuple
             axes = (grids.lengths, grids.head_dims)
             yield f"attention.{direction}.{kind}.{precision}", Series(axes, attend)
         for name, (make, call) in {**KERNELS, **(FP32_KERNELS if precision == "fp32" else HALF_KERNELS)}.items():
-            pool_bytes = (
-                8 * POOL_BYTES if name.startswith("foreach") else POOL_BYTES
-            )  # all gradients, one after another
+            pool_bytes = COLD_BYTES if name.startswith(_COLD) else POOL_BYTES
             kernel = partial(_kernel, watch, make, call, precision, grids, pool_bytes)
             yield f"{name}.{precision}", Series((grids.elements,), kernel)
     yield "rows.fp32", Series((grids.elements,), partial(_kernel, watch, apart, torch.neg, "fp32", grids))
@@ -194,7 +195,7 @@ def _matmuls(watch: Stopwatch, layout: str, precision: Precision, grids: Grids) 
 
     def seconds(m: int, n: int, k: int) -> float:
         num_bytes = (m * k + k * n + m * n) * dtype.itemsize
-        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(min(8, _copies(num_bytes)))]
+        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(_copies(num_bytes, WEIGHT_BYTES))]
         return watch.seconds([partial(torch.mm, *each) for each in sets], m * n * dtype.itemsize)
 
     return {
