@@ -230,6 +230,14 @@ def test_a_calibrated_operator_takes_what_its_table_says(calibration):
     assert cost.seconds(*ran(aten.view.default, a, [-1])) == around
 
 
+def test_a_scatter_takes_as_long_as_it_has_indices(calibration):
+    cost = cost_of(calibration, runs_ahead=False)
+    index = torch.zeros(64, 1, dtype=torch.long)
+    few = cost.seconds(*ran(aten.scatter_add_.default, torch.zeros(64, 10), 1, index, torch.ones(64, 1)))
+    wide = cost.seconds(*ran(aten.scatter_add_.default, torch.zeros(64, 10_000), 1, index, torch.ones(64, 1)))
+    assert few == wide
+
+
 def test_a_device_that_runs_behind_its_host_takes_the_longer_of_kernel_and_launch(calibration):
     cost = cost_of(calibration, runs_ahead=True)
     around = calibration.per_operator["forward"]

@@ -2,7 +2,7 @@
 
 NOTE [ Warm and cold ]
 In a training step an operator reads what was written some operators ago. So no kernel is timed on one pair of buffers
-again and again, which would stay in the innermost cache: operands go round a pool of POOL_BYTES, and so do outputs.
+again and again, which would stay in the innermost cache: operands go round a pool, and so do outputs.
 
 NOTE [ Whose seconds ]
 With one thread on a CPU, seconds are the processor's for this thread: what a neighbour took of the core is not in them.
@@ -32,12 +32,15 @@ from trainfit.hardware.overheads import operator_overheads
 from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
 from trainfit.profile import Precision
 
-POOL_BYTES = 16 * 2**20
+POOL_BYTES = 8 * 2**20
+WEIGHT_BYTES = 32 * 2**20  # for matmuls, whose weights were last used a block or more ago
+COLD_BYTES = 64 * 2**20  # for what goes over all gradients or states once a step
+_COLD = ("foreach", "adamw")
 PASSES = 2
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
-_SAMPLES_SECONDS = 2e-3  # samples are taken for as long, within these bounds
-_MIN_SAMPLES, _MAX_SAMPLES = 3, 24
+_SAMPLES_SECONDS = 2e-3  # samples are taken for as long, at least one and at most as many
+_MAX_SAMPLES = 24
 _MAX_COPIES = 32
 _LONG_SECONDS = 4e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
 
@@ -82,20 +85,21 @@ class Stopwatch:
     def seconds(self, calls: Sequence[Callable[[], Any]], num_bytes: int = 0) -> float:
         """Of one call: each is made in turn, its output kept until as many bytes have passed as the pool has.
 
-        What a neighbour does to the caches lengthens some samples, so the lower quartile of them counts.
+        What a neighbour does to the caches only lengthens a call, so the shortest of all samples counts.
         """
         num_kept = max(1, min(_MAX_COPIES, POOL_BYTES // max(1, num_bytes)))
         kept: deque[Any] = deque(maxlen=num_kept)
-        # The first call of a shape may build its kernel, and outputs have to lie where memory was touched before.
-        for at in range(num_kept + 1):
-            kept.append(calls[at % len(calls)]())
+        for call in calls[:2]:
+            kept.append(call())  # the first call of a shape may build its kernel
         once = self._sample(calls[0], 1, kept)
+        for at in range(min(num_kept, int(_SAMPLES_SECONDS / once))):
+            kept.append(calls[at % len(calls)]())  # so that outputs lie where memory was touched before
         repeats = max(1, min(1000, int(_SAMPLE_SECONDS / once)))
-        count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(_SAMPLES_SECONDS / (once * repeats))))
-        samples = sorted(self._sample(calls[at % len(calls)], repeats, kept) for at in range(count))
-        quartile, median = samples[len(samples) // 4], statistics.median(samples)
-        self.spreads.append(median / quartile - 1)
-        return quartile
+        count = max(1, min(_MAX_SAMPLES, int(_SAMPLES_SECONDS / (once * repeats))))
+        samples = [self._sample(calls[at % len(calls)], repeats, kept) for at in range(count)]
+        samples += [once] if repeats == 1 else []
+        self.spreads.append(statistics.median(samples) / min(samples) - 1)
+        return min(samples)
 
     def _sample(self, call: Callable[[], Any], repeats: int, kept: deque[Any]) -> float:
         """Mean seconds of some calls in a row."""
@@ -150,9 +154,7 @@ def _work(watch: Stopwatch, device: Accelerator, grids: Grids) -> Iterator[tuple
             axes = (grids.lengths, grids.head_dims)
             yield f"attention.{direction}.{kind}.{precision}", Series(axes, attend)
         for name, (make, call) in {**KERNELS, **(FP32_KERNELS if precision == "fp32" else HALF_KERNELS)}.items():
-            pool_bytes = (
-                4 * POOL_BYTES if name.startswith("foreach") else POOL_BYTES
-            )  # all gradients, one after another
+            pool_bytes = COLD_BYTES if name.startswith(_COLD) else POOL_BYTES
             kernel = partial(_kernel, watch, make, call, precision, grids, pool_bytes)
             yield f"{name}.{precision}", Series((grids.elements,), kernel)
     yield "rows.fp32", Series((grids.elements,), partial(_kernel, watch, apart, torch.neg, "fp32", grids))
@@ -193,7 +195,7 @@ def _matmuls(watch: Stopwatch, layout: str, precision: Precision, grids: Grids) 
 
     def seconds(m: int, n: int, k: int) -> float:
         num_bytes = (m * k + k * n + m * n) * dtype.itemsize
-        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(min(8, _copies(num_bytes)))]
+        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(_copies(num_bytes, WEIGHT_BYTES))]
         return watch.seconds([partial(torch.mm, *each) for each in sets], m * n * dtype.itemsize)
 
     return {

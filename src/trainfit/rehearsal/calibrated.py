@@ -216,6 +216,12 @@ class CalibratedKernels:
         same = self._kernel("copy", values.dtype, values.numel())
         return max(0.0, self._kernel("index_put", values.dtype, values.numel()) - same) + copied
 
+    def _scattered(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
+        """As many elements as there are indices; out of place what they are put into is copied first."""
+        made, index = tensors_of(output)[0], tensors_of(args)[1]
+        copied = self._kernel("copy", made.dtype, made.numel()) if not name.endswith("_") else 0.0
+        return self._kernel("index_put", made.dtype, index.numel()) + copied
+
     def _updated(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         """Fused AdamW, with the optimizer's Python for each parameter."""
         parameters = tensors_of(args[0])
@@ -251,5 +257,6 @@ _HANDLERS: tuple[tuple[Any, _Price], ...] = (
     (_PICKS, CalibratedKernels._picked),
     (("embedding_dense_backward",), CalibratedKernels._embedding_backward),
     (("index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_"), CalibratedKernels._put),
+    (("scatter", "scatter_", "scatter_add", "scatter_add_"), CalibratedKernels._scattered),
     (("_fused_adamw_",), CalibratedKernels._updated),
 )
