@@ -1,0 +1,244 @@
+"""One training step of a run on fake tensors, on one rank, as its framework takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from published.flat import FlatShards
+from published.losses import loss_of
+from published.model import DTYPES, Decoder, LoraLinear, adapters, set_dtypes
+from published.records import Run
+from published.splice import SHALLOW, Marks, NotAlikeError, spliced
+from trainfit.hardware import Hardware
+from trainfit.profile import Mesh, Phase
+from trainfit.rehearsal.events import Event, in_place_additions, replay
+from trainfit.rehearsal.operators import FakeKernels
+from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors
+from trainfit.rehearsal.tracker import StorageTracker, local_tensor
+
+_ATEN = torch.ops.aten
+_SAVED = {_ATEN.mm.default, _ATEN._scaled_dot_product_flash_attention_for_cpu.default}
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Bytes of one step, without workspaces; events: births and deaths in order, for an allocator's replay."""
+
+    peak_bytes: int
+    resident_bytes: int
+    phases: dict[Phase, int]
+    place: str
+    events: tuple[Event, ...]
+
+
+def rehearse_run(run: Run, hardware: Hardware) -> Rehearsed:
+    """Rounded as a GPU's caching allocator rounds."""
+    layers = run.dims.layers // run.pipeline
+    if layers > SHALLOW:
+        shallow = replace(run, dims=replace(run.dims, layers=SHALLOW), pipeline=1, stages=run.pipeline)
+        try:
+            return _outcome(spliced(_watch(shallow, hardware), layers))
+        except NotAlikeError as e:
+            print("NOT ALIKE",e)  # all blocks then, at the price of time
+    return _outcome(in_place_additions(_watch(run, hardware).events))
+
+
+def _watch(run: Run, hardware: Hardware) -> Marks:
+    with ExitStack() as stack:
+        ranks = None
+        if run.wrap == "fsdp2":
+            ranks = stack.enter_context(fake_ranks(Mesh(shard=run.shard), 0, hardware))
+        stack.enter_context(fake_tensors())
+        step = Step(run, ranks)
+        with FakeKernels():
+            step.prepare()
+        tracker = StorageTracker(rounding=512, inside_operators=False)
+        marks = Marks(tracker.events)
+        step.register(tracker, marks)
+        with tracker:
+            step.take(tracker.observe, marks)
+    return marks
+
+
+def _outcome(events: list[Event]) -> Rehearsed:
+    phases, peak = replay(events)
+    assert peak.event is not None
+    return Rehearsed(peak.total, sum(e.num_bytes for e in events), dict(phases), peak.event.operator, tuple(events))
+
+
+class Step:
+    """Model, shards and optimizer of a run."""
+
+    def __init__(self, run: Run, ranks: Any) -> None:
+        self.run = run
+        self.model = Decoder(run, first=run.stages == 1)
+        storage = DTYPES[run.param_dtype]
+        adapter = DTYPES[run.grad_dtype] if run.lora else storage
+        set_dtypes(self.model, run, storage, adapter)
+        self.flat: FlatShards | None = None
+        self.blocks = list(self.model.blocks)
+        self._wrap(ranks)
+        self.trained = self.flat.parameters if self.flat else [p for p in self.model.parameters() if p.requires_grad]
+        if self.flat and run.lora:
+            self.trained += adapters(self.model)
+        self.optimizer = torch.optim.AdamW(self.trained, foreach=run.optimizer == "foreach", fused=run.optimizer == "fused")
+        for block in self.blocks:
+            block.forward = _recomputed(block.forward, run)  # type: ignore[method-assign]
+
+    def _wrap(self, ranks: Any) -> None:
+        run = self.run
+        if run.wrap in ("fsdp1", "zero3"):
+            half = DTYPES[run.compute_dtype] if run.param_dtype == "fp32" else None
+            ignored = [part for m in self.model.modules() if isinstance(m, LoraLinear) for part in (m.down, m.up)]
+            root = [m for m in (self.model.embedding, self.model.positions, self.model.norm, self.model.head) if m is not None]
+            self.flat = FlatShards(self.blocks, root, run.shard, half, ignored, reshard=run.reshard)
+        if run.wrap == "fsdp2":
+            policy = MixedPrecisionPolicy() if run.param_dtype != "fp32" else MixedPrecisionPolicy(
+                param_dtype=DTYPES[run.compute_dtype], reduce_dtype=DTYPES[run.grad_dtype]
+            )
+            mesh = ranks.sub_mesh("shard")
+            with unset_fake_temporarily():
+                for index, block in enumerate(self.blocks):
+                    fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=run.reshard and index < len(self.blocks) - 1)
+                fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=run.reshard)
+
+    def prepare(self) -> None:
+        """Optimizer states, which the first step makes, and FSDP's buffers."""
+        for module in self.model.modules():
+            if hasattr(module, "unshard"):
+                module.unshard()
+                module.reshard()
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.run.accumulation > 1:
+            for parameter in self.trained:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def register(self, tracker: StorageTracker, marks: Marks) -> None:
+        """What is there before the step begins, block by block."""
+        of_blocks = [self._resident(index) for index in range(len(self.blocks))]
+        owner = {id(tensor): index for index, tensors in enumerate(of_blocks) for tensor in tensors}
+        marks.owners = [owner.get(id(parameter), -1) for parameter in self.trained]
+        known = {id(tensor) for tensors in of_blocks for tensor in tensors}
+        marks.begin("shell")
+        tracker.register([local_tensor(t) for t in self._resident(None) if id(t) not in known], "parameters")
+        for index, tensors in enumerate(of_blocks):
+            marks.begin("resident", index)
+            tracker.register([local_tensor(t) for t in tensors], "parameters")
+
+    def _resident(self, index: int | None) -> list[Tensor]:
+        """Of one block, or of the whole model."""
+        part: nn.Module = self.model if index is None else self.blocks[index]
+        held: list[Tensor] = [*part.parameters(), *part.buffers()]
+        if self.flat:
+            units = [*self.flat.units, self.flat.root] if index is None else [self.flat.units[index]]
+            held = [*(t for unit in units for t in unit.tensors), *adapters(part)]
+        inside = {id(p) for p in held}
+        trained = [p for p in self.trained if id(p) in inside]
+        states = [v for p in trained for v in self.optimizer.state[p].values() if isinstance(v, Tensor) and v.dim()]
+        return [*held, *states, *(p.grad for p in trained if p.grad is not None)]
+
+    def take(self, observe: Callable[[Phase], None], marks: Marks) -> None:
+        run = self.run
+        tokens = run.seq_len // run.context
+        ids = torch.zeros(run.micro_batch, tokens, dtype=torch.long)
+        labels = torch.zeros_like(ids)
+        observe("forward")
+        self.marks = marks
+        marks.begin("shell")
+        if self.flat:
+            self.flat.begin()
+        loss, *held = self._loss(ids, labels)
+        if run.framework == "transformers":
+            held.clear()  # its trainer takes the loss and lets go of the other outputs
+        observe("backward")
+        loss.backward()
+        del loss, held
+        if self.flat:
+            self.flat.finish()
+        observe("optimizer")
+        marks.begin("update")
+        if not run.update_in_backward:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _loss(self, ids: Tensor, labels: Tensor) -> Any:
+        model, run = self.model, self.run
+        with _autocast(run):
+            if run.wrap == "fsdp2":
+                return _through_root(model, lambda: self._forward(ids, labels))
+            return self._forward(ids, labels)
+
+    def _forward(self, ids: Tensor, labels: Tensor) -> Any:
+        model, run = self.model, self.run
+        if model.embedding is not None:
+            hidden = model.embedding(ids)
+            if model.positions is not None:
+                hidden = hidden + model.positions(torch.zeros_like(ids))
+        else:
+            hidden = torch.empty(*ids.shape, run.dims.hidden, dtype=DTYPES[run.compute_dtype], requires_grad=True)
+        if run.lora is not None:
+            hidden = hidden.detach().requires_grad_()
+        tables = model.tables(ids.shape[1])
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.marks.begin("shell"))
+        for index, block in enumerate(self.blocks):
+            self.marks.begin("forward", index)
+            hidden = block(hidden, tables)
+            hidden.register_hook(partial(self._backward_begins, index))
+        self.marks.begin("shell")
+        assert model.norm is not None and model.head is not None
+        hidden = model.norm(hidden)
+        return loss_of(run)(hidden, model.head, labels)
+
+
+    def _backward_begins(self, index: int, _: Tensor) -> None:
+        self.marks.begin("backward", index)
+
+
+def _through_root(model: nn.Module, call: Callable[[], Any]) -> Any:
+    """FSDP2's root gathers what no block has when its forward begins."""
+    model.forward = call  # type: ignore[method-assign]
+    return model()
+
+
+@contextmanager
+def _autocast(run: Run) -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16) if run.autocast else nullcontext():
+        yield
+
+
+def _recomputed(forward: Callable[..., Tensor], run: Run) -> Callable[..., Tensor]:
+    if run.recompute == "none":
+        return forward
+    if run.recompute == "reentrant":
+        return lambda *args: checkpoint(forward, *args, use_reentrant=True, preserve_rng_state=False)
+    if run.recompute == "full":
+        return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_selective)
+
+
+def _selective() -> Any:
+    """torchtitan's rule: every second matmul is computed again, the others and attention are saved."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func is _ATEN.mm.default:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if func in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
