@@ -24,6 +24,9 @@ from torch.utils._pytree import tree_leaves
 from published.model import Linear
 
 
+Streams = tuple[torch.cpu.Stream, torch.cpu.Stream]  # of gathering, of reducing
+
+
 class FlatUnit:
     """Parameters that are gathered together.
 
@@ -31,7 +34,7 @@ class FlatUnit:
     sharded.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], ranks: int, gathered: torch.dtype | None, *, kept: bool) -> None:
+    def __init__(self, modules: Iterable[nn.Module], ranks: int, gathered: torch.dtype | None, streams: Streams, *, kept: bool) -> None:
         self.modules = [m for m in modules]
         self.kept = kept
         self.slots = [(m, n, p) for m in self.modules for n, p in m._parameters.items() if p is not None]
@@ -49,6 +52,7 @@ class FlatUnit:
         self.packed_full = [m.packed for m in self.packed]
         self.packed_local = [torch.empty(-(-p.numel() // ranks), dtype=torch.uint8) for p in self.packed_full]
         self.hooks: list[Any] = []
+        self.streams = streams
         if self.trains:
             self.full.register_post_accumulate_grad_hook(self._reduce)
         self.drop()
@@ -58,6 +62,10 @@ class FlatUnit:
         return [self.local, *self.packed_local, *(m.scales for m in self.packed)]
 
     def gather(self) -> None:
+        with torch.cpu.stream(self.streams[0]):
+            self._gather()
+
+    def _gather(self) -> None:
         for tensor in (self.full, *self.packed_full):
             size = tensor.numel() * tensor.element_size()
             if tensor.untyped_storage().size() != size:
@@ -77,7 +85,8 @@ class FlatUnit:
     def _reduce(self, full: Tensor) -> None:
         gradient = full.grad
         assert gradient is not None
-        shard = torch.empty(self.shard_size, dtype=gradient.dtype)
+        with torch.cpu.stream(self.streams[1]):
+            shard = torch.empty(self.shard_size, dtype=gradient.dtype)
         full.grad = None
         self.drop()
         del gradient
@@ -89,9 +98,10 @@ class FlatShards:
     """All units of a model, and the hooks that gather and drop them."""
 
     def __init__(self, blocks: Sequence[nn.Module], root: Iterable[nn.Module], ranks: int, gathered: torch.dtype | None, ignored: Iterable[nn.Module], *, reshard: bool) -> None:
+        streams = torch.cpu.Stream(), torch.cpu.Stream()
         skipped = {id(m) for module in ignored for m in module.modules()}
-        self.units = [FlatUnit([m for m in block.modules() if id(m) not in skipped], ranks, gathered, kept=not reshard) for block in blocks]
-        self.root = FlatUnit([m for part in root for m in part.modules()], ranks, gathered, kept=True)
+        self.units = [FlatUnit([m for m in block.modules() if id(m) not in skipped], ranks, gathered, streams, kept=not reshard) for block in blocks]
+        self.root = FlatUnit([m for part in root for m in part.modules()], ranks, gathered, streams, kept=True)
         for index, block in enumerate(blocks):
             block.forward = _Around(self, index, block.forward)  # type: ignore[method-assign]
 

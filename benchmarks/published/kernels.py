@@ -100,17 +100,19 @@ class QuantisedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, packed: Tensor, rows: int) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, packed: Tensor, rows: int, keeps_input: bool) -> Tensor:
         ctx.rows = rows
         ctx.dtype = hidden.dtype
         ctx.columns = hidden.shape[-1]
+        if keeps_input:
+            ctx.save_for_backward(hidden)
         weight = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype)
         return hidden @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         weight = torch.empty(ctx.rows, ctx.columns, dtype=ctx.dtype)
-        return gradients[0] @ weight, None, None
+        return gradients[0] @ weight, None, None, None
 
 
 class DropoutInPlace(torch.autograd.Function):
@@ -125,6 +127,43 @@ class DropoutInPlace(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018  # read, so that they are checked to be there
         return torch.empty_like(gradients[0])
+
+
+class GatherTokens(torch.autograd.Function):
+    """Sequence parallel: every rank's tokens; along a dimension that is not the first, so joined by a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        batch, tokens, dim = hidden.shape
+        gathered = hidden.new_empty(batch * ranks, tokens, dim)
+        return torch.cat(gathered.chunk(ranks), 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _scatter(gradients[0], ctx.ranks), None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """Sequence parallel: the sum over ranks, of which each keeps its tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return _scatter(hidden, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        batch, tokens, dim = gradients[0].shape
+        gathered = gradients[0].new_empty(batch * ctx.ranks, tokens, dim)
+        return torch.cat(gathered.chunk(ctx.ranks), 1), None
+
+
+def _scatter(hidden: Tensor, ranks: int) -> Tensor:
+    batch, tokens, dim = hidden.shape
+    flat = torch.cat(hidden.chunk(ranks, 1))
+    del hidden
+    return flat.new_empty(batch, tokens // ranks, dim)
 
 
 def dropout(hidden: Tensor, probability: float) -> Tensor:

@@ -16,7 +16,9 @@ from published.kernels import (
     FusedGate,
     FusedNorm,
     FusedRotary,
+    GatherTokens,
     QuantisedLinear,
+    ScatterTokens,
     dropout,
 )
 from published.records import Dims, Lora, Run
@@ -69,9 +71,9 @@ class Norm(nn.Module):
 class Linear(nn.Module):
     """y = x W^T + b; W in the dtype of the run, or packed."""
 
-    def __init__(self, columns: int, rows: int, bias: bool = False, quant: str = "") -> None:
+    def __init__(self, columns: int, rows: int, bias: bool = False, quant: str = "", keeps_input: bool = False) -> None:
         super().__init__()
-        self.rows, self.quant = rows, quant
+        self.rows, self.quant, self.keeps_input = rows, quant, keeps_input
         if quant:
             self.packed = nn.Buffer(torch.empty(packed_bytes(columns, rows), dtype=torch.uint8))
             self.scales = nn.Buffer(torch.empty(scale_bytes(columns, rows, quant), dtype=torch.uint8))
@@ -81,7 +83,7 @@ class Linear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.quant:
-            output: Tensor = QuantisedLinear.apply(hidden, self.packed, self.rows)  # type: ignore[no-untyped-call]
+            output: Tensor = QuantisedLinear.apply(hidden, self.packed, self.rows, self.keeps_input)  # type: ignore[no-untyped-call]
             return output
         return F.linear(hidden, self.weight, self.bias)
 
@@ -126,18 +128,26 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = dims.heads // split, max(1, dims.kv_heads // split), dims.head_dim
         self.rotates = not dims.learned_positions and run.framework != "deepspeed"
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.q = _linear(run, "q", dims.hidden, wide)
-        self.k = _linear(run, "k", dims.hidden, narrow)
-        self.v = _linear(run, "v", dims.hidden, narrow)
+        self.joined = run.framework in ("litgpt", "megatron")
+        if self.joined:
+            self.qkv = _linear(run, "qkv", dims.hidden, wide + 2 * narrow)
+        else:
+            self.q = _linear(run, "q", dims.hidden, wide)
+            self.k = _linear(run, "k", dims.hidden, narrow)
+            self.v = _linear(run, "v", dims.hidden, narrow)
         self.o = _linear(run, "o", wide, dims.hidden)
         self.q_norm = Norm(self.head_dim, dialect) if dims.qk_norm else None
         self.k_norm = Norm(self.head_dim, dialect) if dims.qk_norm else None
 
     def forward(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         batch, tokens, _ = hidden.shape
-        query, key, value = (
-            each(hidden).view(batch, tokens, -1, self.head_dim) for each in (self.q, self.k, self.v)
-        )
+        if self.joined:
+            every = self.qkv(hidden).view(batch, tokens, -1, self.head_dim)
+            query, key, value = every.split([self.heads, self.kv_heads, self.kv_heads], 2)
+        else:
+            query, key, value = (
+                each(hidden).view(batch, tokens, -1, self.head_dim) for each in (self.q, self.k, self.v)
+            )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotates:
@@ -170,6 +180,7 @@ def _repeat(tensor: Tensor, repeats: int) -> Tensor:
 
 def _rotate(tensor: Tensor, tables: tuple[Tensor, Tensor], kind: str) -> Tensor:
     if kind == "fused":
+        tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
         output: Tensor = FusedRotary.apply(tensor)  # type: ignore[no-untyped-call]
         return output
     cos, sin = (table[:, None, :].to(torch.float32 if kind == "fp32" else tensor.dtype) for table in tables)
@@ -232,10 +243,22 @@ class Block(nn.Module):
         self.attention = Attention(run, dialect)
         self.mlp: nn.Module = Experts(run, dialect) if dims.experts > 1 else Mlp(run, dialect)
         self.dropout = run.dropout
+        self.ranks = run.tensor if run.sequence_parallel else 1
 
     def forward(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        hidden = hidden + dropout(self.attention(self.norm1(hidden), tables), self.dropout)
-        return hidden + dropout(self.mlp(self.norm2(hidden)), self.dropout)
+        inner = scatter_tokens(self.attention(gather_tokens(self.norm1(hidden), self.ranks), tables), self.ranks)
+        hidden = hidden + dropout(inner, self.dropout)
+        del inner
+        inner = scatter_tokens(self.mlp(gather_tokens(self.norm2(hidden), self.ranks)), self.ranks)
+        return hidden + dropout(inner, self.dropout)
+
+
+def gather_tokens(hidden: Tensor, ranks: int) -> Tensor:
+    return GatherTokens.apply(hidden, ranks) if ranks > 1 else hidden  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter_tokens(hidden: Tensor, ranks: int) -> Tensor:
+    return ScatterTokens.apply(hidden, ranks) if ranks > 1 else hidden  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Decoder(nn.Module):
@@ -261,8 +284,11 @@ class Decoder(nn.Module):
 
 def _linear(run: Run, name: str, columns: int, rows: int) -> nn.Module:
     lora = run.lora
-    base = Linear(columns, rows, run.dims.bias, lora.quant if lora else "")
-    return LoraLinear(base, columns, lora, run.autocast) if lora and name in lora.targets else base
+    # bitsandbytes kept the input for backward until 0.42, of the time when litgpt measured.
+    keeps_input = run.framework == "litgpt"
+    base = Linear(columns, rows, run.dims.bias, lora.quant if lora else "", keeps_input)
+    adapted = lora and (name in lora.targets or (name == "qkv" and lora.targets & {"q", "k", "v"}))
+    return LoraLinear(base, columns, lora, run.autocast) if lora and adapted else base
 
 
 def adapters(model: nn.Module) -> list[nn.Parameter]:

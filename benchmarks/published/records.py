@@ -99,6 +99,8 @@ class Run:
     lora: Lora | None
     keeps_logits: bool
     dropout: float
+    sequence_parallel: bool = False
+    expandable: bool = False
     stages: int = 1  # of the pipeline whose last one this is, where dims.layers are its own
 
 
@@ -158,7 +160,7 @@ def translate(row: Mapping[str, Any]) -> Run:
     framework = _framework(row["source"])
     compute, zero, notes = str(precision["compute"]), str(row["zero_or_fsdp"]), str(row.get("notes") or "")
     wrap = _wrap(zero)
-    lora = _lora(row.get("lora"))
+    lora = _lora(row.get("lora"), framework)
     param = _dtype(str(precision["param"])) if lora is None or not lora.quant else "bf16"
     compute_dtype = "fp16" if "fp16" in compute else "fp32" if compute.startswith("fp32") else "bf16"
     return Run(
@@ -191,6 +193,8 @@ def translate(row: Mapping[str, Any]) -> Run:
         float8="" if "float8" not in compute else "rowwise" if "rowwise" in compute else "tensorwise",
         lora=lora,
         keeps_logits=_keeps_logits(notes),
+        sequence_parallel=framework == "torchtitan" or "sequence parallel" in notes.lower(),
+        expandable=framework == "torchtitan",  # its run script sets PYTORCH_CUDA_ALLOC_CONF
         dropout=0.1 if framework == "megatron" and "dropout 0;" not in notes + ";" else 0.0,
     )
 
@@ -224,7 +228,7 @@ def _dims(model: Mapping[str, Any], framework: Framework, notes: str) -> Dims:
     )
 
 
-def _lora(lora: Mapping[str, Any] | None) -> Lora | None:
+def _lora(lora: Mapping[str, Any] | None, framework: Framework) -> Lora | None:
     if not lora:
         return None
     words = re.split(r"[\s,]+", str(lora.get("targets") or "q_proj v_proj"))
@@ -235,7 +239,10 @@ def _lora(lora: Mapping[str, Any] | None) -> Lora | None:
         kind = "gptq"
     elif quant:
         kind = "nf4" if quant == "bnb.nf4" else "nf4-dq"
-    return Lora(int(lora["r"]), frozenset(targets), float(lora.get("dropout") or 0.0), kind)
+    dropout = lora.get("dropout")
+    if dropout is None:
+        dropout = 0.05 if framework in ("litgpt", "torchtune") else 0.0  # as their recipes have it
+    return Lora(int(lora["r"]), frozenset(targets), float(dropout), kind)
 
 
 def _wrap(zero: str) -> Wrap:

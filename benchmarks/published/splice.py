@@ -49,15 +49,18 @@ class NotAlikeError(Exception):
 Name = tuple[Any, ...]
 
 
-def spliced(marks: Marks, layers: int) -> list[Event]:
-    """Events of `layers` blocks. Raises NotAlikeError where blocks 2, 3 and 4 differ."""
+def spliced(marks: Marks, layers: int, *, whole: bool = False) -> tuple[list[Event], frozenset[int]]:
+    """Events of `layers` blocks, and which storages are optimizer states.
+
+    whole: all blocks have run. Raises NotAlikeError where blocks 2, 3 and 4 differ.
+    """
     events = [event for event in in_place_additions(marks.events)]
     names, parts = _named(events, marks)
-    for kind in ("forward", "backward", "resident"):
+    for kind in () if whole else ("forward", "backward", "resident", "states"):
         patterns = {tuple(_relative(part, names) for part in _parts(parts, kind, block)) for block in _ALIKE}
         if len(patterns) > 1:
             raise NotAlikeError(f"{kind} of blocks 2, 3 and 4 differs")
-    copies = layers - SHALLOW
+    copies = 0 if whole else layers - SHALLOW
     ids: dict[Name, int] = {}
     out: list[Event] = []
     for segment, part, block in _order(parts, copies):
@@ -65,7 +68,7 @@ def spliced(marks: Marks, layers: int) -> list[Event]:
         for event in part:
             for name in _targets(names[event.storage], segment, shift, copies, event.num_bytes):
                 out.append(replace(event, storage=ids.setdefault(name, len(ids)), in_place_of=None))
-    return out
+    return out, frozenset(number for name, number in ids.items() if name[0] == "states")
 
 
 Part = tuple[Segment, list[Event]]

@@ -16,14 +16,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from published.flat import FlatShards
 from published.losses import loss_of
-from published.model import DTYPES, Decoder, LoraLinear, adapters, set_dtypes
+from published.model import DTYPES, Decoder, LoraLinear, adapters, gather_tokens, scatter_tokens, set_dtypes
 from published.records import Run
 from published.splice import SHALLOW, Marks, NotAlikeError, spliced
 from trainfit.hardware import Hardware
-from trainfit.profile import Mesh, Phase
-from trainfit.rehearsal.events import Event, in_place_additions, replay
+from trainfit.profile import AllocatorSettings, Mesh, Phase
+from trainfit.rehearsal.events import Event, replay
 from trainfit.rehearsal.operators import FakeKernels
-from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors
+from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors, new_tracker
+from trainfit.rehearsal.replay import START, reserved_memory
 from trainfit.rehearsal.tracker import StorageTracker, local_tensor
 
 _ATEN = torch.ops.aten
@@ -32,13 +33,17 @@ _SAVED = {_ATEN.mm.default, _ATEN._scaled_dot_product_flash_attention_for_cpu.de
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Bytes of one step, without workspaces; events: births and deaths in order, for an allocator's replay."""
+    """Bytes of one step, without workspaces.
+
+    peak_bytes: live at once. before_bytes: live before the step. reserved_bytes: what the caching allocator holds.
+    place: the operator at the peak.
+    """
 
     peak_bytes: int
-    resident_bytes: int
+    before_bytes: int
+    reserved_bytes: int
     phases: dict[Phase, int]
     place: str
-    events: tuple[Event, ...]
 
 
 def rehearse_run(run: Run, hardware: Hardware) -> Rehearsed:
@@ -47,10 +52,10 @@ def rehearse_run(run: Run, hardware: Hardware) -> Rehearsed:
     if layers > SHALLOW:
         shallow = replace(run, dims=replace(run.dims, layers=SHALLOW), pipeline=1, stages=run.pipeline)
         try:
-            return _outcome(spliced(_watch(shallow, hardware), layers))
+            return _outcome(*spliced(_watch(shallow, hardware), layers), run)
         except NotAlikeError as e:
             print("NOT ALIKE",e)  # all blocks then, at the price of time
-    return _outcome(in_place_additions(_watch(run, hardware).events))
+    return _outcome(*spliced(_watch(run, hardware), layers, whole=True), run)
 
 
 def _watch(run: Run, hardware: Hardware) -> Marks:
@@ -62,7 +67,7 @@ def _watch(run: Run, hardware: Hardware) -> Marks:
         step = Step(run, ranks)
         with FakeKernels():
             step.prepare()
-        tracker = StorageTracker(rounding=512, inside_operators=False)
+        tracker = new_tracker(hardware)
         marks = Marks(tracker.events)
         step.register(tracker, marks)
         with tracker:
@@ -70,10 +75,12 @@ def _watch(run: Run, hardware: Hardware) -> Marks:
     return marks
 
 
-def _outcome(events: list[Event]) -> Rehearsed:
+def _outcome(events: list[Event], late: frozenset[int], run: Run) -> Rehearsed:
     phases, peak = replay(events)
     assert peak.event is not None
-    return Rehearsed(peak.total, sum(e.num_bytes for e in events), dict(phases), peak.event.operator, tuple(events))
+    reserved = reserved_memory(events, AllocatorSettings(expandable_segments=run.expandable), late=late)
+    before = sum(event.num_bytes for event in events if event.operator == START)
+    return Rehearsed(peak.total, before, reserved.reserved_bytes, dict(phases), peak.event.operator)
 
 
 class Step:
@@ -85,6 +92,7 @@ class Step:
         storage = DTYPES[run.param_dtype]
         adapter = DTYPES[run.grad_dtype] if run.lora else storage
         set_dtypes(self.model, run, storage, adapter)
+        self.ranks = run.tensor if run.sequence_parallel else 1
         self.flat: FlatShards | None = None
         self.blocks = list(self.model.blocks)
         self._wrap(ranks)
@@ -130,6 +138,7 @@ class Step:
         """What is there before the step begins, block by block."""
         of_blocks = [self._resident(index) for index in range(len(self.blocks))]
         owner = {id(tensor): index for index, tensors in enumerate(of_blocks) for tensor in tensors}
+        self.marks = marks
         marks.owners = [owner.get(id(parameter), -1) for parameter in self.trained]
         known = {id(tensor) for tensors in of_blocks for tensor in tensors}
         marks.begin("shell")
@@ -137,6 +146,9 @@ class Step:
         for index, tensors in enumerate(of_blocks):
             marks.begin("resident", index)
             tracker.register([local_tensor(t) for t in tensors], "parameters")
+        for block in (-1, *range(len(self.blocks))):
+            marks.begin("states", block)
+            tracker.register(self._states(block), "optimizer")
 
     def _resident(self, index: int | None) -> list[Tensor]:
         """Of one block, or of the whole model."""
@@ -147,8 +159,13 @@ class Step:
             held = [*(t for unit in units for t in unit.tensors), *adapters(part)]
         inside = {id(p) for p in held}
         trained = [p for p in self.trained if id(p) in inside]
-        states = [v for p in trained for v in self.optimizer.state[p].values() if isinstance(v, Tensor) and v.dim()]
-        return [*held, *states, *(p.grad for p in trained if p.grad is not None)]
+        return [*held, *(p.grad for p in trained if p.grad is not None)]
+
+    def _states(self, block: int) -> list[Tensor]:
+        """Optimizer states of one block, or of what is outside of them."""
+        trained = [p for p, owner in zip(self.trained, self.marks.owners) if owner == block]
+        states = (value for p in trained for value in self.optimizer.state[p].values())
+        return [local_tensor(value) for value in states if isinstance(value, Tensor) and value.dim()]
 
     def take(self, observe: Callable[[Phase], None], marks: Marks) -> None:
         run = self.run
@@ -156,7 +173,6 @@ class Step:
         ids = torch.zeros(run.micro_batch, tokens, dtype=torch.long)
         labels = torch.zeros_like(ids)
         observe("forward")
-        self.marks = marks
         marks.begin("shell")
         if self.flat:
             self.flat.begin()
@@ -189,6 +205,7 @@ class Step:
                 hidden = hidden + model.positions(torch.zeros_like(ids))
         else:
             hidden = torch.empty(*ids.shape, run.dims.hidden, dtype=DTYPES[run.compute_dtype], requires_grad=True)
+        hidden = scatter_tokens(hidden, self.ranks)
         if run.lora is not None:
             hidden = hidden.detach().requires_grad_()
         tables = model.tables(ids.shape[1])
@@ -200,7 +217,7 @@ class Step:
             hidden.register_hook(partial(self._backward_begins, index))
         self.marks.begin("shell")
         assert model.norm is not None and model.head is not None
-        hidden = model.norm(hidden)
+        hidden = gather_tokens(model.norm(hidden), self.ranks)
         return loss_of(run)(hidden, model.head, labels)
 
 
