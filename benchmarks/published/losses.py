@@ -20,6 +20,8 @@ def loss_of(run: Run) -> Callable[[Tensor, Linear, Tensor], Any]:
     """hidden (batch, tokens, dim), labels (batch, tokens). Returns what a trainer holds during backward, loss first."""
     if run.loss in ("hf", "triton"):
         return lambda hidden, head, labels: _shifted(hidden, head, labels, run)
+    if run.loss == "float" and run.tensor > 1:
+        return _split_float
     return _LOSSES[run.loss]
 
 
@@ -86,6 +88,31 @@ def _float(hidden: Tensor, head: Linear, labels: Tensor) -> Any:
     return (F.cross_entropy(logits.float(), labels.flatten()),)
 
 
+class _LossParallel(torch.autograd.Function):
+    """DTensor's cross entropy of logits that are split by vocabulary, operator by operator.
+
+    Source: torch/distributed/tensor/parallel/loss.py, _log_softmax and _nll_loss_and_log_softmax_backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        sums = shifted.exp().sum(-1, keepdim=True)
+        ctx.save_for_backward(shifted - sums.log())
+        return torch.zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (log_softmax,) = ctx.saved_tensors
+        chosen = torch.zeros_like(log_softmax)
+        return (chosen + log_softmax.exp()) * gradients[0], None
+
+
+def _split_float(hidden: Tensor, head: Linear, labels: Tensor) -> Any:
+    logits = head(hidden).flatten(0, 1)
+    return (_LossParallel.apply(logits.float(), labels.flatten()),)  # type: ignore[no-untyped-call]
+
+
 def _output_float(hidden: Tensor, head: Linear, labels: Tensor) -> Any:
     """The model's output is fp32 logits, which the trainer holds during backward."""
     logits = head(hidden).float()
@@ -142,10 +169,7 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        wide = logits.float()
-        exponentials = torch.empty_like(wide)
-        del wide
-        ctx.save_for_backward(exponentials)
+        ctx.save_for_backward(logits.float())
         ctx.dtype = logits.dtype
         return torch.zeros((), dtype=torch.float32)
 

@@ -182,7 +182,7 @@ def translate(row: Mapping[str, Any]) -> Run:
         master_dtype=_master(str(precision["master"])),
         grad_dtype="fp32" if str(precision["grads"]).startswith("fp32") else param,
         state_bytes=_state_bytes(str(precision["state"])),
-        optimizer=_optimizer(str(precision["optimizer"])),
+        optimizer=_optimizer(str(precision["optimizer"]), framework),
         update_in_backward="freed per param" in str(precision["grads"]) or "optimizer_in_bwd" in notes,
         recompute=_recompute(str(row["activation_checkpointing"]), framework),
         offload="offload" in str(row["activation_checkpointing"]),
@@ -265,9 +265,11 @@ def _state_bytes(words: str) -> int:
     return 1 if "int8" in words else 4 if "fp32" in words else 2
 
 
-def _optimizer(words: str) -> Literal["foreach", "fused", "8bit"]:
+def _optimizer(words: str, framework: Framework) -> Literal["foreach", "fused", "8bit"]:
     if "8bit" in words:
         return "8bit"
+    if framework == "torchtune" and words == "AdamW":
+        return "fused"  # as its recipes set
     return "fused" if re.search(r"fused(?!.*later)|FusedAdam", words) and "later fused" not in words else "foreach"
 
 

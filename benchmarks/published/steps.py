@@ -17,10 +17,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from published.flat import FlatShards
 from published.losses import loss_of
 from published.model import DTYPES, Decoder, LoraLinear, adapters, gather_tokens, scatter_tokens, set_dtypes
+from published.optimizers import after_gradient, optimizer_of
 from published.records import Run
 from published.splice import SHALLOW, Marks, NotAlikeError, spliced
 from trainfit.hardware import Hardware
 from trainfit.profile import AllocatorSettings, Mesh, Phase
+from trainfit.rehearsal.allocator import DeviceFullError
 from trainfit.rehearsal.events import Event, replay
 from trainfit.rehearsal.operators import FakeKernels
 from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors, new_tracker
@@ -35,27 +37,28 @@ _SAVED = {_ATEN.mm.default, _ATEN._scaled_dot_product_flash_attention_for_cpu.de
 class Rehearsed:
     """Bytes of one step, without workspaces.
 
-    peak_bytes: live at once. before_bytes: live before the step. reserved_bytes: what the caching allocator holds.
-    place: the operator at the peak.
+    peak_bytes: live at once. before_bytes: live before the step. reserved_bytes: what the caching allocator holds
+    where memory has no end. fits: whether what there is was enough. place: the operator at the peak.
     """
 
     peak_bytes: int
     before_bytes: int
     reserved_bytes: int
+    fits: bool
     phases: dict[Phase, int]
     place: str
 
 
-def rehearse_run(run: Run, hardware: Hardware) -> Rehearsed:
-    """Rounded as a GPU's caching allocator rounds."""
+def rehearse_run(run: Run, hardware: Hardware, limit_bytes: int) -> Rehearsed:
+    """limit_bytes: what the caching allocator can get. Blocks in the middle are repeated; see splice.py."""
     layers = run.dims.layers // run.pipeline
     if layers > SHALLOW:
         shallow = replace(run, dims=replace(run.dims, layers=SHALLOW), pipeline=1, stages=run.pipeline)
         try:
-            return _outcome(*spliced(_watch(shallow, hardware), layers), run)
-        except NotAlikeError as e:
-            print("NOT ALIKE",e)  # all blocks then, at the price of time
-    return _outcome(*spliced(_watch(run, hardware), layers, whole=True), run)
+            return _outcome(*spliced(_watch(shallow, hardware), layers), run, limit_bytes)
+        except NotAlikeError:
+            pass  # all blocks then, at the price of time
+    return _outcome(*spliced(_watch(run, hardware), layers, whole=True), run, limit_bytes)
 
 
 def _watch(run: Run, hardware: Hardware) -> Marks:
@@ -75,12 +78,19 @@ def _watch(run: Run, hardware: Hardware) -> Marks:
     return marks
 
 
-def _outcome(events: list[Event], late: frozenset[int], run: Run) -> Rehearsed:
+def _outcome(events: list[Event], late: frozenset[int], run: Run, limit_bytes: int) -> Rehearsed:
     phases, peak = replay(events)
     assert peak.event is not None
-    reserved = reserved_memory(events, AllocatorSettings(expandable_segments=run.expandable), late=late)
+    settings = AllocatorSettings(expandable_segments=run.expandable)
+    reserved = reserved_memory(events, settings, late=late).reserved_bytes
+    fits = peak.total <= limit_bytes
+    if fits and reserved > limit_bytes:  # the allocator gives cached blocks back before it gives up
+        try:
+            reserved_memory(events, settings, late=late, limit_bytes=limit_bytes)
+        except DeviceFullError:
+            fits = False
     before = sum(event.num_bytes for event in events if event.operator == START)
-    return Rehearsed(peak.total, before, reserved.reserved_bytes, dict(phases), peak.event.operator)
+    return Rehearsed(peak.total, before, reserved, fits, dict(phases), peak.event.operator)
 
 
 class Step:
@@ -99,7 +109,7 @@ class Step:
         self.trained = self.flat.parameters if self.flat else [p for p in self.model.parameters() if p.requires_grad]
         if self.flat and run.lora:
             self.trained += adapters(self.model)
-        self.optimizer = torch.optim.AdamW(self.trained, foreach=run.optimizer == "foreach", fused=run.optimizer == "fused")
+        self.optimizer = optimizer_of(run, self.trained)
         for block in self.blocks:
             block.forward = _recomputed(block.forward, run)  # type: ignore[method-assign]
 
@@ -126,11 +136,9 @@ class Step:
             if hasattr(module, "unshard"):
                 module.unshard()
                 module.reshard()
-        for parameter in self.trained:
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.run.accumulation > 1:
+        self.optimizer.prepare()
+        after_gradient(self.run, self.trained, self.optimizer)
+        if self.run.accumulation > 1 and self.run.framework != "megatron":  # its buffers are always there
             for parameter in self.trained:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -164,8 +172,7 @@ class Step:
     def _states(self, block: int) -> list[Tensor]:
         """Optimizer states of one block, or of what is outside of them."""
         trained = [p for p, owner in zip(self.trained, self.marks.owners) if owner == block]
-        states = (value for p in trained for value in self.optimizer.state[p].values())
-        return [local_tensor(value) for value in states if isinstance(value, Tensor) and value.dim()]
+        return [local_tensor(value) for p in trained for value in self.optimizer.states(p)]
 
     def take(self, observe: Callable[[Phase], None], marks: Marks) -> None:
         run = self.run
@@ -177,8 +184,8 @@ class Step:
         if self.flat:
             self.flat.begin()
         loss, *held = self._loss(ids, labels)
-        if run.framework == "transformers":
-            held.clear()  # its trainer takes the loss and lets go of the other outputs
+        if run.framework in ("transformers", "torchtune"):
+            held.clear()  # their trainers take the loss and let go of the other outputs
         observe("backward")
         loss.backward()
         del loss, held
@@ -188,11 +195,12 @@ class Step:
         marks.begin("update")
         if not run.update_in_backward:
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.trained:
+            parameter.grad = None
 
     def _loss(self, ids: Tensor, labels: Tensor) -> Any:
         model, run = self.model, self.run
-        with _autocast(run):
+        with _autocast(run), _offload(run):
             if run.wrap == "fsdp2":
                 return _through_root(model, lambda: self._forward(ids, labels))
             return self._forward(ids, labels)
@@ -234,6 +242,26 @@ def _through_root(model: nn.Module, call: Callable[[], Any]) -> Any:
 @contextmanager
 def _autocast(run: Run) -> Iterator[None]:
     with torch.autocast("cpu", torch.bfloat16) if run.autocast else nullcontext():
+        yield
+
+
+@contextmanager
+def _offload(run: Run) -> Iterator[None]:
+    """Saved tensors go to host memory, and come back when they are asked for."""
+    if not run.offload:
+        yield
+        return
+
+    def to_host(tensor: Tensor) -> Any:
+        # As torchtune: no parameters, nothing small.
+        if isinstance(tensor, nn.Parameter) or tensor.numel() * tensor.element_size() < 1024:
+            return tensor
+        return tensor.shape, tensor.dtype
+
+    def back(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else torch.empty(packed[0], dtype=packed[1])
+
+    with torch.autograd.graph.saved_tensors_hooks(to_host, back):
         yield
 
 

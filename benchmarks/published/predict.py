@@ -1,0 +1,92 @@
+"""What a run needs, in the words in which it was measured, and whether that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from published.records import Metric, Record, Run
+from published.steps import Rehearsed, rehearse_run
+from trainfit.hardware import Hardware, find_device
+from trainfit.rehearsal.workspaces import library_bytes
+
+_MIB = 2**20
+
+# What a process has on the device beside its caching allocator: (bytes, how it was got).
+CONTEXT: Mapping[str, tuple[int, str]] = {
+    "context": (600 * _MIB, "catalogue: CUDA context and loaded kernels of torch 2, 0.4 to 0.6 GiB"),
+    "communicator": (1536 * _MIB, "NCCL's buffers and kernels; see docs/design/published-runs.md"),
+}
+# By words in a record's device; the first that fits. Figures of memory come from the record, workspaces from here.
+_DEVICES = (
+    ("h200", "h200"),
+    ("h100", "h100"),
+    ("h800", "h100"),
+    ("a100-sxm4-40", "a100-40gb"),
+    ("a100 40", "a100-40gb"),
+    ("a100", "a100-80gb"),
+    ("4090", "rtx-4090"),
+    ("3090", "rtx-3090"),
+    ("l40", "l40s"),
+)
+_OTHER = "rtx-3090"  # any card before Hopper: the same workspaces
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """peak_bytes: in the record's metric. fits: None where nobody knows the device's memory. error: why there is none."""
+
+    peak_bytes: int = 0
+    fits: bool | None = None
+    rehearsed: Rehearsed | None = None
+    error: str = ""
+
+    @property
+    def modelled(self) -> bool:
+        return self.rehearsed is not None
+
+
+class Predictor:
+    """Rehearses each configuration once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Run, str, int], Rehearsed | str] = {}
+
+    def predict(self, record: Record) -> Prediction:
+        hardware = hardware_of(record.device)
+        workspaces, outside = sum(library_bytes(hardware.spec)), outside_bytes(record.run)
+        memory = record.device_bytes or hardware.total_bytes
+        key = record.run, hardware.spec.name, memory
+        if key not in self._known:
+            self._known[key] = _tried(record.run, hardware, memory - outside - workspaces)
+        outcome = self._known[key]
+        if isinstance(outcome, str):
+            return Prediction(error=outcome)
+        peak = in_metric(outcome, record.metric, workspaces, outside)
+        return Prediction(peak, outcome.fits, outcome)
+
+
+def _tried(run: Run, hardware: Hardware, limit_bytes: int) -> Rehearsed | str:
+    try:
+        return rehearse_run(run, hardware, limit_bytes)
+    except Exception as error:  # a record that cannot be modelled is a miss, and the others go on
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def in_metric(outcome: Rehearsed, metric: Metric, workspaces: int, outside: int) -> int:
+    """Bytes as the record counts them."""
+    if metric in ("allocated", "active"):
+        return outcome.peak_bytes + workspaces
+    return outcome.reserved_bytes + workspaces + (outside if metric == "nvidia-smi" else 0)
+
+
+def outside_bytes(run: Run) -> int:
+    """Of a process on a device, outside of its caching allocator."""
+    ranks = run.shard * run.replicate * run.tensor * run.pipeline
+    return CONTEXT["context"][0] + (CONTEXT["communicator"][0] if ranks > 1 else 0)
+
+
+def hardware_of(device: str) -> Hardware:
+    """The catalogue's row whose kernels a record's device has."""
+    words = device.lower()
+    return find_device(next((name for word, name in _DEVICES if word in words), _OTHER))
