@@ -5,6 +5,7 @@ it fits. A record that cannot be modelled is a miss. Exits 1 when a target is mi
   --all         a row for each record
   --json FILE   all rows as JSON
   --only WORDS  only records whose source or id has these words
+  --jobs N      processes; 1 unless said
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from published.predict import Predictor
+from published.predict import predictions
 from published.records import read_records
 from published.report import TARGETS, Row, constants_table, rows_json, rows_table, source_table, targets_met
 from trainfit.errors import TrainfitError
@@ -32,6 +33,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:
@@ -40,8 +42,10 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     records = [record for record in records if options.only in record.source or options.only in record.id]
-    predictor = Predictor()
-    rows = [Row(record, predictor.predict(record)) for record in track(records, console=Console(stderr=True))]
+    found = track(
+        predictions(records, jobs=options.jobs), "rehearsing", len(records), console=Console(stderr=True)
+    )
+    rows = [Row(record, prediction) for record, prediction in zip(records, found)]
     console = Console(width=150)
     if options.all:
         console.print(rows_table(rows))

@@ -179,8 +179,9 @@ class _VocabParallelLoss(torch.autograd.Function):
 
 
 def _parallel(hidden: Tensor, head: Linear, labels: Tensor) -> Any:
+    """The model gives losses, not logits, so nobody holds these."""
     logits = head(hidden).transpose(0, 1).contiguous()
-    return _VocabParallelLoss.apply(logits, labels), logits  # type: ignore[no-untyped-call]
+    return (_VocabParallelLoss.apply(logits, labels),)  # type: ignore[no-untyped-call]
 
 
 _LOSSES: Mapping[str, Callable[[Tensor, Linear, Tensor], Any]] = {

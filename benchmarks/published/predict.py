@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 from published.records import Metric, Record, Run
 from published.steps import Rehearsed, rehearse_run
@@ -46,27 +48,42 @@ class Prediction:
         return self.rehearsed is not None
 
 
-class Predictor:
-    """Rehearses each configuration once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Run, str, int], Rehearsed | str] = {}
-
-    def predict(self, record: Record) -> Prediction:
-        hardware = hardware_of(record.device)
-        workspaces, outside = sum(library_bytes(hardware.spec)), outside_bytes(record.run)
-        memory = record.device_bytes or hardware.total_bytes
-        key = record.run, hardware.spec.name, memory
-        if key not in self._known:
-            self._known[key] = _tried(record.run, hardware, memory - outside - workspaces)
-        outcome = self._known[key]
-        if isinstance(outcome, str):
-            return Prediction(error=outcome)
-        peak = in_metric(outcome, record.metric, workspaces, outside)
-        return Prediction(peak, outcome.fits, outcome)
+Configuration = tuple[Run, str, int]  # with a device by name, and its bytes
 
 
-def _tried(run: Run, hardware: Hardware, limit_bytes: int) -> Rehearsed | str:
+def predictions(records: Sequence[Record], *, jobs: int = 1) -> Iterator[Prediction]:
+    """One for each record, in order; each configuration is rehearsed once. jobs: processes."""
+    keys = list(dict.fromkeys(map(_configuration, records)))
+    outcomes: dict[Configuration, Rehearsed | str] = {}
+    with ExitStack() as stack:
+        results: Iterator[Rehearsed | str] = map(_tried, keys)
+        if jobs > 1:
+            results = stack.enter_context(get_context("fork").Pool(jobs)).imap(_tried, keys)
+        for record in records:
+            key = _configuration(record)
+            while key not in outcomes:
+                outcomes[keys[len(outcomes)]] = next(results)
+            yield _prediction(record, outcomes[key])
+
+
+def _configuration(record: Record) -> Configuration:
+    hardware = hardware_of(record.device)
+    return record.run, hardware.spec.name, record.device_bytes or hardware.total_bytes
+
+
+def _prediction(record: Record, outcome: Rehearsed | str) -> Prediction:
+    if isinstance(outcome, str):
+        return Prediction(error=outcome)
+    workspaces = sum(library_bytes(hardware_of(record.device).spec))
+    return Prediction(
+        in_metric(outcome, record.metric, workspaces, outside_bytes(record.run)), outcome.fits, outcome
+    )
+
+
+def _tried(key: Configuration) -> Rehearsed | str:
+    run, device, memory = key
+    hardware = find_device(device)
+    limit_bytes = memory - outside_bytes(run) - sum(library_bytes(hardware.spec))
     try:
         return rehearse_run(run, hardware, limit_bytes)
     except Exception as error:  # a record that cannot be modelled is a miss, and the others go on
