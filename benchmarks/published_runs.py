@@ -42,9 +42,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     records = [record for record in records if options.only in record.source or options.only in record.id]
-    found = track(
-        predictions(records, jobs=options.jobs), "rehearsing", len(records), console=Console(stderr=True)
-    )
+    found = track(predictions(records, jobs=options.jobs), "rehearsing", len(records), console=Console(stderr=True))
     rows = [Row(record, prediction) for record, prediction in zip(records, found)]
     console = Console(width=150)
     if options.all:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from published.model import Linear
 
-
 Streams = tuple[torch.cpu.Stream, torch.cpu.Stream]  # of gathering, of reducing
 
 
@@ -34,8 +33,10 @@ class FlatUnit:
     sharded.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], ranks: int, gathered: torch.dtype | None, streams: Streams, *, kept: bool) -> None:
-        self.modules = [m for m in modules]
+    def __init__(
+        self, modules: Iterable[nn.Module], ranks: int, gathered: torch.dtype | None, streams: Streams, *, kept: bool
+    ) -> None:
+        self.modules = list(modules)
         self.kept = kept
         self.slots = [(m, n, p) for m in self.modules for n, p in m._parameters.items() if p is not None]
         self.trains = any(p.requires_grad for _, _, p in self.slots)
@@ -97,13 +98,25 @@ class FlatUnit:
 class FlatShards:
     """All units of a model, and the hooks that gather and drop them."""
 
-    def __init__(self, blocks: Sequence[nn.Module], root: Iterable[nn.Module], ranks: int, gathered: torch.dtype | None, ignored: Iterable[nn.Module], *, reshard: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        root: Iterable[nn.Module],
+        ranks: int,
+        gathered: torch.dtype | None,
+        ignored: Iterable[nn.Module],
+        *,
+        reshard: bool,
+    ) -> None:
         streams = torch.cpu.Stream(), torch.cpu.Stream()
         skipped = {id(m) for module in ignored for m in module.modules()}
-        self.units = [FlatUnit([m for m in block.modules() if id(m) not in skipped], ranks, gathered, streams, kept=not reshard) for block in blocks]
+        self.units = [
+            FlatUnit([m for m in block.modules() if id(m) not in skipped], ranks, gathered, streams, kept=not reshard)
+            for block in blocks
+        ]
         self.root = FlatUnit([m for part in root for m in part.modules()], ranks, gathered, streams, kept=True)
         for index, block in enumerate(blocks):
-            block.forward = _Around(self, index, block.forward)  # type: ignore[method-assign]
+            block.forward = _Around(self, index, block.forward)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from published.kernels import (
     ScatterTokens,
     dropout,
 )
-from published.records import Dims, Lora, Run
+from published.records import Lora, Run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.bfloat16}  # fp16: as many bytes
 
@@ -254,17 +253,17 @@ class Block(nn.Module):
 
 
 def gather_tokens(hidden: Tensor, ranks: int) -> Tensor:
-    return GatherTokens.apply(hidden, ranks) if ranks > 1 else hidden  # type: ignore[no-any-return, no-untyped-call]
+    return GatherTokens.apply(hidden, ranks) if ranks > 1 else hidden  # type: ignore[no-untyped-call]
 
 
 def scatter_tokens(hidden: Tensor, ranks: int) -> Tensor:
-    return ScatterTokens.apply(hidden, ranks) if ranks > 1 else hidden  # type: ignore[no-any-return, no-untyped-call]
+    return ScatterTokens.apply(hidden, ranks) if ranks > 1 else hidden  # type: ignore[no-untyped-call]
 
 
 class Decoder(nn.Module):
-    """embedding, blocks, norm, head; `first` and `last`: which ends of the model this pipeline stage has."""
+    """Embedding, blocks, norm, head. first: whether the last pipeline stage is also the first one."""
 
-    def __init__(self, run: Run, first: bool = True, last: bool = True) -> None:
+    def __init__(self, run: Run, *, first: bool) -> None:
         super().__init__()
         dims, dialect = run.dims, dialect_of(run)
         self.dims = dims
@@ -272,10 +271,10 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(vocab, dims.hidden) if first else None
         self.positions = nn.Embedding(dims.learned_positions, dims.hidden) if first and dims.learned_positions else None
         self.blocks = nn.ModuleList(Block(run, dialect) for _ in range(dims.layers // run.pipeline))
-        self.norm = Norm(dims.hidden, dialect) if last else None
-        self.head = Linear(dims.hidden, vocab) if last else None
-        if dims.tied and self.head is not None and self.embedding is not None:
-            self.head.weight = self.embedding.weight
+        self.norm = Norm(dims.hidden, dialect)
+        self.head = Linear(dims.hidden, vocab)
+        if dims.tied and self.embedding is not None:
+            self.head.weight = self.embedding.weight  # type: ignore[assignment]
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
         angles = torch.zeros(tokens, self.dims.head_dim)
@@ -311,8 +310,3 @@ def set_dtypes(model: nn.Module, run: Run, dtype: torch.dtype, adapter_dtype: to
                     requires_grad=is_adapter or run.lora is None,
                 )
             module._parameters[name] = replaced[id(parameter)]
-
-
-def dims_for_test(**changes: Any) -> Dims:
-    """A small decoder, for tests."""
-    return Dims(**{**dict(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=256, tied=False), **changes})

@@ -122,8 +122,8 @@ def after_gradient(run: Run, trained: Sequence[nn.Parameter], optimizer: Optimiz
         hooks: list[Callable[[Any], None]] = [_drop for _ in trained]
     elif run.update_in_backward:
         parts: Any = getattr(optimizer, "parts", None)
-        hooks = [part.step for part in parts] if parts else [_nothing for _ in trained]
-        hooks = [_then_drop(hook) for hook in hooks]
+        steps: list[Callable[[], Any]] = [part.step for part in parts] if parts else [_nothing for _ in trained]
+        hooks = [_then_drop(step) for step in steps]
     else:
         return
     for parameter, hook in zip(trained, hooks):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from published.records import Metric, Record, Run
-from published.steps import Rehearsed, rehearse_run
+from published.rehearsing import Rehearsed, rehearse_run
 from trainfit.hardware import Hardware, find_device
 from trainfit.rehearsal.workspaces import library_bytes
 
@@ -36,7 +36,7 @@ _OTHER = "rtx-3090"  # any card before Hopper: the same workspaces
 
 @dataclass(frozen=True)
 class Prediction:
-    """peak_bytes: in the record's metric. fits: None where nobody knows the device's memory. error: why there is none."""
+    """peak_bytes: in the record's metric. error: why there is no prediction."""
 
     peak_bytes: int = 0
     fits: bool | None = None
@@ -75,9 +75,7 @@ def _prediction(record: Record, outcome: Rehearsed | str) -> Prediction:
     if isinstance(outcome, str):
         return Prediction(error=outcome)
     workspaces = sum(library_bytes(hardware_of(record.device).spec))
-    return Prediction(
-        in_metric(outcome, record.metric, workspaces, outside_bytes(record.run)), outcome.fits, outcome
-    )
+    return Prediction(in_metric(outcome, record.metric, workspaces, outside_bytes(record.run)), outcome.fits, outcome)
 
 
 def _tried(key: Configuration) -> Rehearsed | str:

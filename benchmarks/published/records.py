@@ -14,7 +14,9 @@ from trainfit.errors import RecipeError
 Framework = Literal["transformers", "torchtitan", "torchtune", "litgpt", "megatron", "deepspeed", "plain"]
 Wrap = Literal["none", "ddp", "fsdp1", "fsdp2", "zero3", "dist_optimizer"]
 Recompute = Literal["none", "full", "reentrant", "selective"]
-Loss = Literal["hf", "triton", "liger", "chunked_head", "chunked_logits", "float", "output_float", "fused", "parallel", "bf16"]
+Loss = Literal[
+    "hf", "triton", "liger", "chunked_head", "chunked_logits", "float", "output_float", "fused", "parallel", "bf16"
+]
 Metric = Literal["allocated", "active", "reserved", "nvidia-smi"]
 
 # Repositories and the framework whose behaviour a run of theirs shows; the first that the source names.
@@ -36,7 +38,7 @@ _FRAMEWORKS: Sequence[tuple[str, Framework]] = (
 
 @dataclass(frozen=True)
 class Dims:
-    """Of a decoder. experts 1: dense. gated: swiglu, else gelu. learned_positions: added to the embedding; 0 for rotary."""
+    """Of a decoder. experts 1: dense. gated: swiglu, else gelu. learned_positions: how many; 0 for rotary ones."""
 
     layers: int
     hidden: int
@@ -67,7 +69,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of one run before it is rehearsed. Everything that `steps.py` reads is here, and nothing measured."""
+    """What is known of one run before it is rehearsed: all that `steps.py` reads, and nothing measured."""
 
     framework: Framework
     dims: Dims
@@ -128,7 +130,9 @@ def read_records(path: Path) -> list[Record]:
     try:
         rows = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read as JSON ({error}); give a file like benchmarks/data/measured_runs.json") from None
+        raise RecipeError(
+            f"{path} cannot be read as JSON ({error}); give a file like benchmarks/data/measured_runs.json"
+        ) from None
     if not isinstance(rows, list):
         raise RecipeError(f"{path} is not a list of records; see benchmarks/data/measured_runs.json")
     return [_record(row, index, path) for index, row in enumerate(rows)]
@@ -149,7 +153,9 @@ def _record(row: Any, index: int, path: Path) -> Record:
             device_bytes=round(float(row.get("device_mem_gb") or 0) * 2**30),
         )
     except KeyError as error:
-        raise RecipeError(f"record {name} of {path} has no key {error}; see benchmarks/data/measured_runs.json") from None
+        raise RecipeError(
+            f"record {name} of {path} has no key {error}; see benchmarks/data/measured_runs.json"
+        ) from None
     except (TypeError, ValueError, AttributeError) as error:
         raise RecipeError(f"record {name} of {path} cannot be understood: {error}") from None
 
@@ -248,7 +254,12 @@ def _lora(lora: Mapping[str, Any] | None, framework: Framework) -> Lora | None:
 
 def _wrap(zero: str) -> Wrap:
     lower = zero.lower()
-    for word, wrap in (("fsdp1", "fsdp1"), ("fsdp2", "fsdp2"), ("zero-3", "zero3"), ("distributed optimizer", "dist_optimizer")):
+    for word, wrap in (
+        ("fsdp1", "fsdp1"),
+        ("fsdp2", "fsdp2"),
+        ("zero-3", "zero3"),
+        ("distributed optimizer", "dist_optimizer"),
+    ):
         if word in lower:
             return wrap  # type: ignore[return-value]
     return "fsdp1" if "full_shard" in lower else "fsdp2" if "fsdp" in lower else "ddp" if "ddp" in lower else "none"
@@ -324,4 +335,6 @@ def _metric(words: str) -> Metric:
     lower = words.lower()
     if "smi" in lower:
         return "nvidia-smi"
-    return "reserved" if "reserved" in lower or "did not fit" in lower else "active" if "active" in lower else "allocated"
+    return (
+        "reserved" if "reserved" in lower or "did not fit" in lower else "active" if "active" in lower else "allocated"
+    )

@@ -32,7 +32,7 @@ class Segment:
 
 @dataclass
 class Marks:
-    """Where segments of the growing list of events begin. owners: the block of each parameter that is updated, or -1."""
+    """Where segments of the growing list of events begin. owners: the block of each trained parameter, or -1."""
 
     events: list[Event]
     segments: list[Segment] = field(default_factory=list)
@@ -54,7 +54,7 @@ def spliced(marks: Marks, layers: int, *, whole: bool = False) -> tuple[list[Eve
 
     whole: all blocks have run. Raises NotAlikeError where blocks 2, 3 and 4 differ.
     """
-    events = [event for event in in_place_additions(marks.events)]
+    events = in_place_additions(marks.events)
     names, parts = _named(events, marks)
     for kind in () if whole else ("forward", "backward", "resident", "states"):
         patterns = {tuple(_relative(part, names) for part in _parts(parts, kind, block)) for block in _ALIKE}
