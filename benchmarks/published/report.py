@@ -33,8 +33,8 @@ class Row:
 
     @property
     def has_label(self) -> bool:
-        """Whether it fits is known, and into what."""
-        return self.record.fits is not None and (self.record.device_bytes > 0 or not self.record.fits)
+        """Whether it fitted is known."""
+        return self.record.fits is not None
 
     @property
     def error(self) -> float:
