@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 Phase = Literal["forward", "loss", "backward", "optimizer", "save"]
@@ -283,6 +283,7 @@ class Profile:
     rank: whose profile this is.
     reserved_bytes: the most that the device's caching allocator held; 0 where there is none, as on a CPU.
     reserved: what that consists of; None where nobody replayed it.
+    expandable: the same with expandable segments, where the step has none.
     timeline: what was live through the step, or through those of its micro batches that were watched; the peak is one
         of its moments. Empty where nobody followed it.
     step_seconds_low, step_seconds_high: where the step's time should lie, by how sure the figures are that it was
@@ -309,6 +310,7 @@ class Profile:
     exposed_communication_seconds: float = 0.0
     reserved_bytes: int = 0
     reserved: Reserved | None = None
+    expandable: Reserved | None = None
     timeline: tuple[Moment, ...] = ()
     step_seconds_low: float = 0.0
     step_seconds_high: float = 0.0
@@ -337,6 +339,13 @@ class Profile:
         """What has to be free on the device: what its allocator holds, which is never less than what is live."""
         return max(self.peak_bytes, self.reserved_bytes)
 
+    def with_expandable_segments(self) -> Profile:
+        """The profile of the same step whose allocator has them; itself where that is not known."""
+        if self.expandable is None:
+            return self
+        held = self.expandable
+        return replace(self, reserved_bytes=held.reserved_bytes, reserved=held, expandable=None)
+
     def to_json(self) -> dict[str, Any]:
         """Plain dict with the documented keys of `rehearse --json` and `measure --json`."""
         derived = {name: value and value._asdict() for name, value in self._derived().items()}
@@ -353,9 +362,14 @@ class Profile:
             kind: Collective(**{**each, "group_sizes": tuple(each["group_sizes"])})
             for kind, each in data.get("collectives", {}).items()
         }
-        reserved = data.get("reserved")
+        reserved, expandable = data.get("reserved"), data.get("expandable")
         timeline = tuple(Moment(**moment) for moment in data.get("timeline", ()))
-        parts = {"collectives": collectives, "reserved": reserved and Reserved(**reserved), "timeline": timeline}
+        parts = {
+            "collectives": collectives,
+            "reserved": reserved and Reserved(**reserved),
+            "expandable": expandable and Reserved(**expandable),
+            "timeline": timeline,
+        }
         return cls(**{**data, **parts})
 
 

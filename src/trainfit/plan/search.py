@@ -250,6 +250,13 @@ class Search:
             if (solutions := case.uniform(tier)) is not None:
                 yield self._candidate(case, solutions)
 
+    def uniform_of(self, point: Point, tier: Tier) -> Candidate:
+        """A point with all blocks alike, by its sketch."""
+        case = self.sketched(point)
+        solutions = case.uniform(tier)
+        assert solutions is not None, f"{tier} is traced"
+        return self._candidate(case, solutions)
+
     def estimated(self, bounded: Bounded) -> Candidate:
         """The point's best by its sketch: the fastest that should fit, else the smallest."""
         room = self.allowed_bytes - self.excess.get(bounded.point.kind, 0)

@@ -243,8 +243,11 @@ def watch_step(
     if on_host:
         return profile
     late = tracker.storages("optimizer") if late_states else frozenset()
-    reserved = _reserved(in_place_additions(tracker.events), strategy.allocator, hardware, late)
-    return replace(profile, reserved_bytes=reserved.reserved_bytes, reserved=reserved)
+    events, settings = in_place_additions(tracker.events), strategy.allocator
+    reserved, expandable = _reserved(events, settings, hardware, late), None
+    if not settings.expandable_segments:
+        expandable = _reserved(events, replace(settings, expandable_segments=True), hardware, late)
+    return replace(profile, reserved_bytes=reserved.reserved_bytes, reserved=reserved, expandable=expandable)
 
 
 def _reserved(

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,6 +81,10 @@ class StorageTracker(TorchDispatchMode):
         self._streams: dict[int, tuple[int, Any]] = {}  # by id: number, and the stream itself, to keep the id its own
         self._more: dict[int, int] = {}  # by storage: what the device keeps more than it holds
         self._entered: list[ExitStack] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard that this asks for is paid at each operator
 
     def __enter__(self) -> StorageTracker:
         outside = ExitStack()
@@ -174,6 +179,8 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than anything is computed
         if func is _DEVICE or self._looks_away:
             return func(*args, **kwargs)
         if is_on_host():
