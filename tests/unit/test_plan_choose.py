@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from trainfit.units import format_bytes, parse_bytes
 from trainfit.workload import workload_from_config
 
 LLAMA = workload_from_config(TINY_CONFIGS["llama"], seq_len=128, name="tiny-llama")
+SMALL = workload_from_config(TINY_CONFIGS["llama"] | {"num_hidden_layers": 2}, seq_len=128, name="small-llama")
 CPU = this_machine("cpu")
 
 
@@ -32,8 +34,18 @@ def target(budget: str, **changes) -> Target:
     return Target(**{"budget_bytes": parse_bytes(budget), "tokens_per_step": 8 * 128, "seq_len": 128} | changes)
 
 
+def few(budget: str, **changes) -> Target:
+    """For SMALL: a step of two sequences, in a third of the time."""
+    return target(budget, **{"tokens_per_step": 2 * 128} | changes)
+
+
+@cache
+def tight_plan() -> Plan:
+    return choose(LLAMA, CPU, target("23MiB"))
+
+
 def test_the_plan_stays_within_its_budget_when_it_runs():
-    plan = choose(LLAMA, CPU, target("23MiB"))
+    plan = tight_plan()
     assert plan.fits
     assert plan.plain.peak_bytes > plan.budget_bytes  # else there was nothing to do
     measured = measure(LLAMA, plan.strategy, accelerator("cpu"), steps=0)
@@ -43,14 +55,14 @@ def test_the_plan_stays_within_its_budget_when_it_runs():
 
 
 def test_plain_training_is_chosen_where_it_fits():
-    plan = choose(LLAMA, CPU, target("4GiB"))
+    plan = choose(SMALL, CPU, few("4GiB"))
     assert set(plan.strategy.tiers) == {"keep"}
     assert plan.predicted.step_seconds <= plan.plain.step_seconds
 
 
 def test_a_larger_budget_is_never_slower():
     """By the fast model, from which the search takes its order."""
-    seconds, tracers = [], Tracers(LLAMA, CPU, target("1GiB"))
+    seconds, tracers = [], Tracers(LLAMA, CPU, target("1GiB"))  # which keeps its traces
     for megabytes in (21, 24, 28, 34, 48, 80):
         best = next(Search(tracers, CPU, target("1GiB"), megabytes * 10**6).best_first())
         assert best.peak_bytes <= megabytes * 10**6
@@ -64,7 +76,7 @@ def test_the_fast_model_is_close_to_the_rehearsal(family: str):
     """It leaves out what lives beside the blocks: rotary tables, masks and the embedding's own output."""
     workload = workload_from_config(TINY_CONFIGS[family], seq_len=128, name=family)
     search = Search(Tracers(workload, CPU, target("1GiB")), CPU, target("1GiB"), 10**9)
-    for bounded in search.points[:: max(1, len(search.points) // 8)]:
+    for bounded in search.points[:: max(1, len(search.points) // 5)]:
         room = (search.smallest_of(bounded.point).peak_bytes + search.estimated(bounded).peak_bytes) // 2
         candidate = search.solve(bounded.point, room)
         assert candidate is not None
@@ -77,16 +89,16 @@ def test_the_fast_model_is_close_to_the_rehearsal(family: str):
 
 
 def test_nothing_fits_says_by_how_much_and_what_would():
-    plan = choose(LLAMA, CPU, target("1MiB"))
+    plan = choose(SMALL, CPU, few("1MiB"))
     assert not plan.fits
     missing = plan.predicted.peak_bytes - plan.allowed_bytes
     assert f"{missing / 2**20:.1f} MiB more than" in plan.reason
     needed = parse_bytes(plan.reason.split("give it ")[1].split(",")[0].replace(" ", ""))
-    assert choose(LLAMA, CPU, target(f"{int(needed * 1.01)}")).fits
+    assert choose(SMALL, CPU, few(f"{int(needed * 1.01)}")).fits
 
 
 def test_alternatives_say_why_they_lost():
-    plan = choose(LLAMA, CPU, target("23MiB"))
+    plan = tight_plan()
     assert plan.alternatives
     for alternative in plan.alternatives:
         over = alternative.peak_bytes > plan.allowed_bytes
@@ -96,7 +108,7 @@ def test_alternatives_say_why_they_lost():
 
 
 def test_a_plan_survives_json():
-    plan = choose(LLAMA, CPU, target("23MiB", may_change=frozenset({"precision"})))
+    plan = choose(SMALL, CPU, few("12MiB", may_change=frozenset({"precision"})))
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again == plan
     assert again.hash == plan.hash
@@ -109,9 +121,9 @@ def test_a_plan_survives_json():
 
 def test_precision_changes_only_where_it_may():
     slow_fp32 = find_device("ascend-910b3")
-    assert choose(LLAMA, slow_fp32, target("1GiB")).strategy.precision == "fp32"
-    allowed = target("1GiB", may_change=frozenset({"precision"}))
-    assert choose(LLAMA, slow_fp32, allowed).strategy.precision in ("fp32", "bf16")
+    assert choose(SMALL, slow_fp32, few("1GiB")).strategy.precision == "fp32"
+    allowed = few("1GiB", may_change=frozenset({"precision"}))
+    assert choose(SMALL, slow_fp32, allowed).strategy.precision in ("fp32", "bf16")
     with pytest.raises(DeviceError, match="bf16"):
         choose(LLAMA, find_device("ascend-910a"), target("1GiB", precision="bf16"))
 
@@ -127,9 +139,9 @@ def test_a_target_that_contradicts_the_workload_is_refused():
 
 
 def test_tokens_that_are_no_whole_sequences_are_rounded_and_said():
-    plan = choose(LLAMA, CPU, target("1GiB", tokens_per_step=1000))
-    assert plan.target.sequences_per_step == 8
-    assert "1024 tokens" in plan.notes[0]
+    plan = choose(SMALL, CPU, few("1GiB", tokens_per_step=200))
+    assert plan.target.sequences_per_step == 2
+    assert "256 tokens" in plan.notes[0]
 
 
 def test_a_device_leaves_a_larger_margin_than_the_host():
@@ -149,21 +161,21 @@ CHANGES = {"precision": "bf16", "may_change": frozenset({"optimizer"})}
 
 
 def test_the_optimizer_changes_only_where_it_may():
-    tight = "16MiB"
-    assert not choose(LLAMA, CPU, target(tight, precision="bf16")).fits
-    plan = choose(LLAMA, CPU, target(tight, **CHANGES))
+    tight = "9MiB"  # of the 9.5 MiB that weights, gradients and fp32 states take
+    assert not choose(SMALL, CPU, few(tight, precision="bf16")).fits
+    plan = choose(SMALL, CPU, few(tight, **CHANGES))
     assert plan.fits
     assert plan.strategy.optimizer != OptimizerVariant()
     assert any("bytes a parameter" in note for note in plan.notes)
-    measured = measure(LLAMA, plan.strategy, accelerator("cpu"), steps=0)
+    measured = measure(SMALL, plan.strategy, accelerator("cpu"), steps=0)
     assert plan.predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
 def test_a_lossy_variant_must_be_a_tenth_faster():
     """With room for fp32 AdamW, eight bits and rounding by chance are seen, and lose."""
-    plan = choose(LLAMA, CPU, target("4GiB", **CHANGES))
+    plan = choose(SMALL, CPU, few("4GiB", **CHANGES))
     assert accuracy_of(plan.strategy.optimizer, plan.strategy.precision) == "rounding"
-    search = Search(Tracers(LLAMA, CPU, target("4GiB", **CHANGES)), CPU, target("4GiB", **CHANGES), 2**32)
+    search = Search(Tracers(SMALL, CPU, few("4GiB", **CHANGES)), CPU, few("4GiB", **CHANGES), 2**32)
     assert {bounded.weight for bounded in search.points} == {1.0, MUST_WIN["rounding"], MUST_WIN["lossy"]}
     found = [candidate.weighed_seconds for _, candidate in zip(range(6), search.best_first())]
     assert found == pytest.approx(sorted(found), rel=0.02)  # straight lines order what has not been traced
@@ -200,12 +212,19 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("device", ["h100", "ascend-910b1"])
-def test_whatever_was_asked_for_there_is_a_plan(device: str, asked: str):
+@pytest.mark.parametrize(
+    ("device", "budget", "asked"),
+    [
+        *(("h100", "70MiB", asked) for asked in ASKED),  # 64 MiB of it are the matmul library's
+        ("ascend-910b1", "10MiB", "residual"),
+        ("ascend-910b1", "10MiB", "cast by block, update in backward"),
+    ],
+)
+def test_whatever_was_asked_for_there_is_a_plan(device: str, budget: str, asked: str):
     """Beside it only variants that go together with the rest of what the target asks for."""
-    wanted = target("18MiB", **CHANGES, **ASKED[asked])
-    plan = choose(LLAMA, find_device(device), wanted, max_grad_norm=None)
+    wanted = few(budget, **CHANGES, **ASKED[asked], tokens_per_step=128)
+    plan = choose(SMALL, find_device(device), wanted, max_grad_norm=None)
+    assert plan.plain.peak_bytes > plan.allowed_bytes
     assert plan.fits == (plan.predicted.peak_bytes <= plan.allowed_bytes)
     others = [alternative.strategy.optimizer for alternative in plan.alternatives]
     assert any(variant != wanted.optimizer for variant in [plan.strategy.optimizer, *others])
@@ -214,7 +233,7 @@ def test_whatever_was_asked_for_there_is_a_plan(device: str, asked: str):
 def test_an_update_in_backward_is_found_where_nothing_is_clipped():
     """With one sequence a step there is one micro batch, which is all that an update in backward can take."""
     wanted = target("1GiB", tokens_per_step=128, **CHANGES)
-    tracers = Tracers(LLAMA, CPU, wanted)
+    tracers = Tracers(SMALL, CPU, wanted)
     points = Search(tracers, CPU, wanted, 10**9).points
     assert all(bounded.point.strategy.optimizer.update == "step" for bounded in points)
     search = Search(tracers, CPU, wanted, 10**9, clips=False)
@@ -229,19 +248,19 @@ def test_an_update_in_backward_is_found_where_nothing_is_clipped():
         assert smallest[variant] < smallest[replace(variant, update="step")], variant
     tight = int(min(smallest[v] for v in smallest if v.update == "step"))
     for norm, update in ((1.0, "step"), (None, "backward")):
-        plan = choose(LLAMA, CPU, replace(wanted, budget_bytes=tight), max_grad_norm=norm)
+        plan = choose(SMALL, CPU, replace(wanted, budget_bytes=tight), max_grad_norm=norm)
         assert plan.strategy.optimizer.update == update
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_fast_model_is_close_for_every_variant(precision: str):
     wanted = target("1GiB", precision=precision, may_change=frozenset({"optimizer"}))
-    search = Search(Tracers(LLAMA, CPU, wanted), CPU, wanted, 10**9, clips=False)
+    search = Search(Tracers(SMALL, CPU, wanted), CPU, wanted, 10**9, clips=False)
     best = best_of_each(search.points, lambda point: point.strategy.optimizer)
     by_variant = {variant: search.estimated(bounded) for variant, bounded in best.items()}
     assert len(by_variant) >= (4 if precision == "fp32" else 16)
     for candidate in by_variant.values():
-        exact = rehearse(LLAMA, candidate.strategy, CPU, max_grad_norm=None)
+        exact = rehearse(SMALL, candidate.strategy, CPU, max_grad_norm=None)
         # Temporaries of one piece of an update are not in the table.
         assert candidate.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.12), candidate.strategy
 
@@ -249,11 +268,11 @@ def test_the_fast_model_is_close_for_every_variant(precision: str):
 def test_fp16_on_a_device_whose_fused_adamw_does_not_skip():
     """Where the optimizer may change foreach is taken; else the plan says which device and what to set."""
     card = find_device("ascend-910a")
-    asked = target("4GiB", precision="fp16", may_change=frozenset({"optimizer"}))
-    plan = choose(LLAMA, card, asked)
+    asked = few("4GiB", precision="fp16", may_change=frozenset({"optimizer"}))
+    plan = choose(SMALL, card, asked)
     assert plan.strategy.optimizer.kernel == "foreach"
     with pytest.raises(RecipeError, match=r"fused AdamW on npu .* optimizer\.kernel: foreach"):
-        choose(LLAMA, card, target("4GiB", precision="fp16"))
+        choose(SMALL, card, few("4GiB", precision="fp16"))
 
 
 def test_expandable_segments_are_taken_where_only_fragmentation_is_too_much():

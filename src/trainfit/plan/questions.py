@@ -17,7 +17,7 @@ from trainfit.plan.largest import largest_within
 from trainfit.plan.plan import Plan
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.plan.target import Target
-from trainfit.profile import Layout, Profile
+from trainfit.profile import AllocatorSettings, Layout, Profile
 from trainfit.rehearsal.rehearse import rehearse
 from trainfit.step import Strategy, prepare
 from trainfit.step.strategy import describe_strategy
@@ -203,6 +203,7 @@ class Setting:
             zero=layout.zero,
             tensor=layout.tensor,
             pipeline=layout.pipeline,
+            allocator=target.allocator or AllocatorSettings(),
         )
 
     def auto_chunks(self, tokens: int) -> int:
