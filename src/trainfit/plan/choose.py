@@ -158,8 +158,9 @@ class Rehearsals:
     too large, the search solves again with so much less room; when it leaves more than a hundredth free, with so much
     more. Of models too large to rehearse each time, a short one teaches first (NOTE [ Short rehearsals ]): its excess
     and its seconds over the fast model's (its pace) hold for the whole, and the best by these is rehearsed whole. A
-    kind that is not known yet is taken to have the least pace of its family: of all with stages, with tensor ranks, with
-    both, with neither. Meshes of replicas and shards are the cheapest to rehearse, and go first where they are near.
+    kind that is not known yet is taken to have the least pace of its family: of all with stages, with tensor ranks,
+    with both, with neither. Meshes of replicas and shards are the cheapest to rehearse, and go first where they are
+    near.
     """
 
     def __init__(self, search: Search, exact: Exact, allowed_bytes: int) -> None:
