@@ -23,6 +23,7 @@ from trainfit.workload import Workload
 _FITTING = 3  # candidates that fit, before the fastest of them is chosen
 _ATTEMPTS = 8  # rehearsals in all
 _PASSES = 330  # of one micro batch through one block, in all rehearsals after the first: large models get fewer
+_READY, _TAUGHT = 2, 4  # kinds of a large model that are compared, and that are rehearsed short for it
 _LONG = 60  # such passes: what takes more is rehearsed short first
 _DEEP = 24  # blocks: plain training of deeper models, which never fits, is estimated
 _SIMPLE_FIRST = 1.2  # of the least seconds of all: so much slower a mesh of replicas and shards is tried first
@@ -187,7 +188,7 @@ class Rehearsals:
                 if not known:
                     continue
                 ready.setdefault(kind, candidate)
-                if len(ready) < _FITTING and len(self.pace) < _ATTEMPTS:
+                if len(ready) < _READY and len(self.pace) < _TAUGHT:
                     continue
                 if (found := self._whole(ready)) is not None:
                     return found
