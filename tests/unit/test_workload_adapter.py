@@ -123,10 +123,10 @@ def test_a_narrow_matmul_is_made_again_and_a_wide_one_kept():
     """An adapter's second matmul has as few products an element as its rank, and an output as large as the first."""
     (keep,) = {keep_rules("pointwise")[operator] for operator in (torch.ops.aten.mm.default,)}
     x, narrow = torch.empty(64, 4096), torch.empty(64, 8)
-    assert keep((x, torch.empty(4096, 1024)), torch.empty(64, 1024))
-    assert keep((torch.empty(1024), x, torch.empty(4096, 1024)), torch.empty(64, 1024))
-    assert keep((x, torch.empty(4096, 8)), narrow)
-    assert not keep((narrow, torch.empty(8, 4096)), torch.empty(64, 4096))
+    assert keep((x, torch.empty(4096, 1024)), torch.empty(64, 1024), 1)
+    assert keep((torch.empty(1024), x, torch.empty(4096, 1024)), torch.empty(64, 1024), 1)
+    assert keep((x, torch.empty(4096, 8)), narrow, 1)
+    assert not keep((narrow, torch.empty(8, 4096)), torch.empty(64, 4096), 1)
 
 
 def test_a_plan_is_found_for_every_way_to_freeze():
