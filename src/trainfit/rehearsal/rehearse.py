@@ -86,8 +86,7 @@ def _running(strategy: Strategy) -> int:
     if mesh.pipeline > 1:
         settled = _as_many_as_fit(strategy, mesh.pipeline + 2)
         return min(steps, settled) if strategy.pipeline.schedule == "1f1b" else steps
-    last_is_alike = mesh.data == 1 or (mesh.replicate == 1 and strategy.zero.reduces_each_micro_batch)
-    return min(steps, 2 if last_is_alike else 3)
+    return min(steps, 2 if mesh.data == 1 else 3)
 
 
 def _as_many_as_fit(strategy: Strategy, least: int) -> int:
@@ -100,8 +99,8 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) 
 
     A single process runs the last micro batch, on gradients that the others have left: no earlier one needs as much,
     and each takes as long. Ranks talk at other times in the first, the middle ones and the last, so these three run,
-    and the middle one counts for all like it; where gradients are reduced in each backward, and over nothing else in
-    the last, that is like the middle ones. Stages of a pipeline have several micro batches under way: as many run as
+    and the middle one counts for all like it; without data ranks, who sum losses after the last and gather anew before
+    each, the last is like the middle ones. Stages of a pipeline have several micro batches under way: as many run as
     fill it, and two more. The second stretch from a forward to the next one that follows a backward, which in the first
     stage is the first with all under way, counts for the rest. How long stages wait for each other shows on no single
     rank: see `_with_turns`.
