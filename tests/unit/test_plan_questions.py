@@ -189,6 +189,27 @@ def test_policies_beside_a_plan_are_rehearsed_in_its_step():
     assert rows["huggingface"].slowdown > 0
 
 
+def test_policies_are_judged_as_the_plan_is():
+    """By the pipeline stage that needs the most, and with the seconds of a window whose last micro batch is short."""
+    policy = [parse_policy("huggingface")]
+    workload, hardware = tiny(num_hidden_layers=4, vocab_size=4099), find_device("cpu", 2)
+    staged = choose(workload, hardware, Target(2**34, 4 * 64, 64, layouts=(Layout(Mesh(pipeline=2)),)))
+    row = next(row for row in compare_policies(workload, hardware, staged, policy) if row.policy != PLANNED)
+    assert row.strategy is not None
+    assert row.predicted is not None
+    first, last = (rehearse(workload, row.strategy, hardware, rank=rank) for rank in (0, 1))
+    assert row.predicted.needed_bytes == last.needed_bytes > first.needed_bytes
+
+    workload, hardware = tiny(), find_device("cpu")
+    plan = choose(workload, hardware, Target(2**34, 3 * 64, 64))
+    short = replace(plan, strategy=replace(plan.strategy, micro_batch_size=2, accumulation_steps=2))
+    row = next(row for row in compare_policies(workload, hardware, short, policy) if row.policy != PLANNED)
+    assert row.strategy is not None
+    assert row.predicted is not None
+    full = rehearse(workload, row.strategy, hardware)
+    assert row.predicted.phase_seconds["forward"] == pytest.approx(full.phase_seconds["forward"] * 3 / 4)
+
+
 def test_prices_of_a_plan_meet_its_rehearsal():
     """At the plan's own tiers to the byte, at others within the fast model's bounds; so memory's answer fits."""
     workload, hardware = tiny(256), find_device("cpu")

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import TINY_CONFIGS
 from trainfit.hardware import find_device, this_machine
 from trainfit.plan import Target
-from trainfit.plan.choose import judged_ranks
+from trainfit.plan.judged import judged_ranks
 from trainfit.plan.layout import meshes, stage_parts
 from trainfit.plan.search import Search
 from trainfit.plan.variants import Tracers

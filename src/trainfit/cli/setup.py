@@ -17,7 +17,8 @@ from trainfit.plan import Plan, Target, choose
 from trainfit.plan.compare import situation_of
 from trainfit.plan.held import choose_held
 from trainfit.plan.policies import Situation, parse_policy
-from trainfit.profile import PRECISIONS, AllocatorSettings, Layout, LossScale, OptimizerVariant, Precision, Tier
+from trainfit.plan.space import layout_of
+from trainfit.profile import PRECISIONS, AllocatorSettings, LossScale, OptimizerVariant, Precision, Tier
 from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
 from trainfit.step.strategy import describe_strategy, describe_variant, format_tiers, parse_variant
@@ -240,7 +241,7 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
         if planned != wanted:
             raise RecipeError(f"the plan is for {what} {planned}, the recipe for {wanted}; plan again with the recipe")
     strategy = plan.strategy
-    if Layout(strategy.mesh, strategy.zero, strategy.tensor, strategy.pipeline) not in target.layouts:
+    if layout_of(strategy) not in target.layouts:
         raise RecipeError(
             f"the plan is for {describe_strategy(strategy)}, which is not how the recipe arranges its devices; "
             "plan again with the recipe"

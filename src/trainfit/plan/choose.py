@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import Hardware
+from trainfit.plan.judged import judged
 from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.reasons import accuracy_note, allocator_note, alternatives_of, more_memory, notes_of, why, why_not
 from trainfit.plan.search import Candidate, Search
@@ -14,7 +15,7 @@ from trainfit.plan.space import Point, layout_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
 from trainfit.profile import OptimizerVariant, Profile
-from trainfit.rehearsal.rehearse import block_passes, rehearse
+from trainfit.rehearsal.rehearse import block_passes
 from trainfit.rehearsal.shorten import shortened
 from trainfit.step.strategy import Strategy, describe_strategy, parse_tiers
 from trainfit.techniques.optimizer import skipping
@@ -58,12 +59,8 @@ def choose(
 
     def exact(strategy: Strategy, model: Workload = workload) -> Profile:
         on_progress(f"rehearsing {describe_strategy(strategy)}")
-        profiles = [
-            rehearse(model, strategy, hardware, rank=rank, max_grad_norm=max_grad_norm)
-            for rank in judged_ranks(strategy)
-        ]
         sequences = target.sequences_per_rank(layout_of(strategy))
-        return _of_window(_worst(profiles), strategy, sequences)
+        return judged(model, strategy, hardware, sequences=sequences, max_grad_norm=max_grad_norm)
 
     plain = _plain(len(workload.anatomy().blocks), target, hardware, search, exact)
     rehearsals = Rehearsals(search, exact, allowed)
@@ -114,41 +111,6 @@ def _too_few_micro_batches(target: Target) -> RecipeError:
         f"cannot be cut into micro batches that keep {layout.pipeline.schedule} busy; give "
         f"{enough * layout.mesh.data * target.seq_len}, or fewer stages"
     )
-
-
-def judged_ranks(strategy: Strategy) -> tuple[int, ...]:
-    """Ranks whose rehearsals say whether a strategy fits: the first of a pipeline's first and of its last stage.
-
-    The first stage has the most micro batches under way and the embedding, the last one head and loss.
-    """
-    stages = strategy.mesh.pipeline
-    return (0,) if stages == 1 else (0, (stages - 1) * (strategy.mesh.size // stages))
-
-
-def _worst(profiles: list[Profile]) -> Profile:
-    """The profile of the rank that needs the most, with the time of the slowest."""
-    largest = max(profiles, key=lambda profile: profile.needed_bytes)
-    slowest = max(profiles, key=lambda profile: profile.step_seconds)
-    if slowest is largest:
-        return largest
-    return replace(
-        largest,
-        step_seconds=slowest.step_seconds,
-        phase_seconds=slowest.phase_seconds,
-        exposed_communication_seconds=slowest.exposed_communication_seconds,
-    )
-
-
-def _of_window(profile: Profile, strategy: Strategy, sequences: int) -> Profile:
-    """With the seconds of a window whose last micro batch is short; a rehearsal's are full, and a pipeline's are."""
-    full = strategy.micro_batch_size * strategy.accumulation_steps
-    if strategy.mesh.pipeline > 1 or full == sequences:
-        return profile
-    phases = {
-        phase: seconds * sequences / full if phase in ("forward", "loss", "backward") else seconds
-        for phase, seconds in profile.phase_seconds.items()
-    }
-    return replace(profile, phase_seconds=phases, step_seconds=sum(phases.values()))
 
 
 class Rehearsals:
@@ -303,9 +265,9 @@ class Rehearsals:
     def _refuse(self, strategy: Strategy, reason: str) -> None:
         points = [bounded.point for bounded in self.search.points]
         alike = [point for point in points if family(point.strategy) == family(strategy)]
-        if len(alike) == len(points):
-            raise ModelError(reason)
         self.search.refused |= {point.kind for point in alike}
+        if all(point.kind in self.search.refused for point in points):
+            raise ModelError(reason)
         self.notes.append(f"not every mesh was tried: {reason}")
 
     def _smallest(self) -> tuple[Candidate, Profile]:

@@ -10,14 +10,14 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.case import case_of
 from trainfit.plan.cost import BlockTable
+from trainfit.plan.judged import judged
 from trainfit.plan.layout import shares_of
 from trainfit.plan.plan import Plan
 from trainfit.plan.policies import Policy, Prices, Situation, Tiers
-from trainfit.plan.space import Point
+from trainfit.plan.space import Point, layout_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share
-from trainfit.profile import SEARCH_TIERS, TIERS, Layout, Profile
-from trainfit.rehearsal.rehearse import rehearse
+from trainfit.profile import SEARCH_TIERS, TIERS, Profile
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step.strategy import Strategy
 from trainfit.techniques.pipeline_cut import divide
@@ -70,6 +70,7 @@ def compare_policies(
     """
     rehearsed: dict[Tiers, Profile] = {plan.strategy.tiers: plan.predicted}
     rows = [_row(PLANNED, "what the plan chose", plan.strategy, plan.predicted, plan.allowed_bytes)]
+    sequences = plan.target.sequences_per_rank(layout_of(plan.strategy))
     prices: Prices | None = None
     for policy in policies:
         if policy.needs_prices and prices is None:
@@ -80,7 +81,9 @@ def compare_policies(
             if tiers not in rehearsed:
                 on_progress(f"rehearsing {policy}")
                 strategy = replace(plan.strategy, tiers=tiers)
-                rehearsed[tiers] = rehearse(workload, strategy, hardware, max_grad_norm=max_grad_norm)
+                rehearsed[tiers] = judged(
+                    workload, strategy, hardware, sequences=sequences, max_grad_norm=max_grad_norm
+                )
         except RecipeError as error:
             rows.append(PolicyResult(str(policy), policy.words, None, None, False, why=str(error)))
             continue
@@ -127,7 +130,7 @@ def prices_of_plan(workload: Workload, hardware: Hardware, plan: Plan) -> Prices
 def prices_of(tracer: Tracer, hardware: Hardware, target: Target, strategy: Strategy, allowed_bytes: int) -> Prices:
     """What tiers save and cost in a strategy's step, by the fast model. The tracer has the strategy's weights."""
     facts = facts_of(tracer, strategy.optimizer)
-    layout = Layout(strategy.mesh, strategy.zero, strategy.tensor, strategy.pipeline)
+    layout = layout_of(strategy)
     accumulates = strategy.accumulation_steps > 1
     trace = tracer.trace(
         strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,), accumulates=accumulates

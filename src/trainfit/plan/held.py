@@ -9,12 +9,13 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.choose import choose
 from trainfit.plan.compare import prices_of, situation_of
+from trainfit.plan.judged import judged
 from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.policies import Policy, Prices
+from trainfit.plan.space import layout_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
-from trainfit.profile import Layout, Profile
-from trainfit.rehearsal.rehearse import rehearse
+from trainfit.profile import Profile
 from trainfit.step.strategy import Strategy, describe_strategy
 from trainfit.units import format_bytes
 from trainfit.workload import Workload
@@ -43,8 +44,8 @@ def choose_held(
 
     def exact(strategy: Strategy) -> Profile:
         on_progress(f"rehearsing {describe_strategy(strategy)}")
-        norm = None if strategy.optimizer.update == "backward" else max_grad_norm
-        return rehearse(workload, strategy, hardware, max_grad_norm=norm)
+        sequences = target.sequences_per_rank(layout_of(strategy))
+        return judged(workload, strategy, hardware, sequences=sequences, max_grad_norm=max_grad_norm)
 
     def held(strategy: Strategy) -> Rehearsed:
         prices: Prices | None = None
@@ -76,8 +77,7 @@ def _tries(free: Plan, target: Target, held: Callable[[Strategy], Rehearsed]) ->
 
 
 def _resized(strategy: Strategy, target: Target, *, larger: bool) -> Iterator[Strategy]:
-    layout = Layout(strategy.mesh, strategy.zero, strategy.tensor, strategy.pipeline)
-    sequences, size = target.sequences_per_rank(layout), strategy.micro_batch_size
+    sequences, size = target.sequences_per_rank(layout_of(strategy)), strategy.micro_batch_size
     while size < sequences if larger else size > 1:
         size = min(2 * size, sequences) if larger else size // 2
         try:

@@ -13,12 +13,12 @@ from typing import Any
 from trainfit.errors import DoesNotFitError, InputError
 from trainfit.hardware import Hardware, accelerator
 from trainfit.plan.choose import choose
+from trainfit.plan.judged import judged
 from trainfit.plan.largest import largest_within
 from trainfit.plan.plan import Plan
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.plan.target import Target
 from trainfit.profile import AllocatorSettings, Layout, Profile
-from trainfit.rehearsal.rehearse import rehearse
 from trainfit.step import Strategy, prepare
 from trainfit.step.strategy import describe_strategy
 from trainfit.techniques.chunked_loss import auto_chunks
@@ -218,7 +218,7 @@ class Setting:
         """Rehearse it."""
         self.on_progress(f"rehearsing {describe_strategy(strategy)}, sequences of {self.workload.seq_len}")
         norm = None if strategy.optimizer.update == "backward" else self.max_grad_norm
-        profile = rehearse(self.workload, strategy, self.hardware, max_grad_norm=norm)
+        profile = judged(self.workload, strategy, self.hardware, max_grad_norm=norm)
         return Trial(strategy, self.workload.seq_len, profile, self.allowed_bytes)
 
 
