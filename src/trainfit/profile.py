@@ -36,7 +36,6 @@ OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 WEIGHT_STORAGES: tuple[WeightStorage, ...] = get_args(WeightStorage)
 STATE_STORAGES: tuple[StateStorage, ...] = get_args(StateStorage)
 FROZEN_STORAGES: tuple[FrozenStorage, ...] = get_args(FrozenStorage)
-ACCURACIES: tuple[Accuracy, ...] = get_args(Accuracy)  # from the best to the worst
 MESH_DIMS: tuple[MeshDim, ...] = get_args(MeshDim)
 
 

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.plan.cost import BlockTable, Resident, peak_bytes, step_seconds
-from trainfit.profile import TIERS, BlockTrace, ShellTrace
+from trainfit.plan.case import Case, Stage
+from trainfit.plan.cost import BlockTable, Resident
+from trainfit.plan.layout import stage_parts
+from trainfit.plan.solver import Problem, solution_of
+from trainfit.plan.space import Point
+from trainfit.profile import TIERS, BlockTrace, Layout, ShellTrace
+from trainfit.step import Strategy
 
 sizes = st.integers(0, 2**40)
 blocks = st.builds(
@@ -51,8 +56,14 @@ def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace) ->
     return max(moments)
 
 
-def as_rows(tiers: list[str]) -> np.ndarray:
-    return np.array([[TIERS.index(tier) for tier in tiers]], dtype=np.int64).reshape(1, len(tiers))
+def as_row(tiers: list[str]) -> np.ndarray:
+    return np.array([TIERS.index(tier) for tier in tiers], dtype=np.int64)
+
+
+def stage(resident: Resident, problem: Problem, beside_seconds: float = 0.0) -> Stage:
+    """The only one of a model."""
+    (part,) = stage_parts((0,) * problem.num_blocks, Layout(), 1)
+    return Stage(part, resident, problem, beside_seconds)
 
 
 @given(residents, models(), shells)
@@ -60,17 +71,22 @@ def test_peak_is_the_highest_of_all_events(resident, model, shell):
     structures, traces, tiers = model
     table = BlockTable.of(structures, traces)
     expected = simulate(resident, [traces[each] for each in zip(structures, tiers)], shell)
-    assert peak_bytes(resident, table.problem(shell), as_rows(tiers)).tolist() == [expected]
+    problem = table.problem(shell)
+    assert stage(resident, problem).peak(solution_of(problem, as_row(tiers))) == expected
 
 
 @given(models(), shells, st.integers(1, 9))
 def test_seconds_grow_with_micro_batches_and_the_optimizer_runs_once(model, shell, micro_batches):
     structures, traces, tiers = model
     table, resident = BlockTable.of(structures, traces), Resident(0, 0, 0, 0, 0, 0.5)
-    one = step_seconds(resident, table, as_rows(tiers), shell, micro_batches=1) - 0.5
-    many = step_seconds(resident, table, as_rows(tiers), shell, micro_batches=micro_batches) - 0.5
+    problem = table.problem(shell)
+    seconds = [solution_of(problem, as_row(tiers)).seconds]
+    alone = stage(resident, problem, shell.seconds)
+    one, many = (
+        Case(Point(Strategy(1, count), count), (alone,)).seconds(seconds) - 0.5 for count in (1, micro_batches)
+    )
     by_hand = shell.seconds + sum(
         traces[each].forward_seconds + traces[each].backward_seconds for each in zip(structures, tiers)
     )
-    assert one[0] == pytest.approx(by_hand)
-    assert many[0] == pytest.approx(one[0] * micro_batches)
+    assert one == pytest.approx(by_hand)
+    assert many == pytest.approx(one * micro_batches)

@@ -127,23 +127,6 @@ class BlockTable:
         )
 
 
-def peak_bytes(resident: Resident, problem: Problem, tiers: Integers) -> Integers:
-    """The highest of all events, for many assignments at once. See NOTE [ Events of a step ].
-
-    tiers (assignments, blocks): indices into TIERS. Returns (assignments,).
-    """
-    highest = moments(problem, tiers).max(1)
-    return np.asarray(np.maximum(resident.floor_bytes + highest, resident.optimizer_peak_bytes))
-
-
-def step_seconds(
-    resident: Resident, table: BlockTable, tiers: Integers, shell: ShellTrace, *, micro_batches: float
-) -> Floats:
-    """Seconds of the whole step, (assignments,); micro_batches may be fractional when the last one is short."""
-    one = table.seconds[tiers, np.arange(tiers.shape[1])].sum(1) + shell.seconds + resident.micro_batch_seconds
-    return np.asarray(micro_batches * one + resident.step_seconds)
-
-
 def events(
     resident: Resident, problem: Problem, tiers: Integers, blocks: Sequence[int]
 ) -> list[tuple[Phase, str, int]]:

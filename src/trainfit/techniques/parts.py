@@ -37,14 +37,6 @@ def parts_of(block: nn.Module, tier: Tier, name: str) -> list[tuple[str, nn.Modu
     )
 
 
-def has_parts(block: nn.Module, tier: Tier) -> bool:
-    """Whether a block has what a tier names; True for tiers that name no part."""
-    if tier not in _CALLED:
-        return True
-    both = ((_CALLED[tier], False), (_CLASSES[tier], True))
-    return any(True for words, of_class in both for _ in _outermost(block, words, of_class=of_class))
-
-
 def _outermost(
     module: nn.Module, words: tuple[str, ...], *, of_class: bool, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
