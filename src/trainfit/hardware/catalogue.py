@@ -50,7 +50,7 @@ def _gpu_overhead() -> Figure:
 
 def _npu_overhead() -> Figure:
     return Figure(
-        _gib(1.5), "assumed: context and operator workspaces; HCCL adds 2 x 200 MB for each communicator", "low"
+        _gib(1.5), "assumed: context and operator workspaces; no HCCL, 2 x 200 MB for each communicator", "low"
     )
 
 

@@ -8,7 +8,7 @@ A rehearsal runs the CPU's operators. Another device's kernels have the same inp
 Each is a table by kind of device. What is less than a thousandth of a usual peak is left out: reductions, norms of
 foreach operators, topk, cumsum. Losses have no hidden memory: log_softmax, its backward and nll_loss's are tensors.
 An NPU's kernels have their scratch outside of the caching allocator (NPUWorkspaceAllocator): it belongs to the
-device's overhead, as contexts and what communicators hold do.
+device's overhead, as contexts do. What communicators hold is left to the margin (plan/target.py).
 """
 
 from __future__ import annotations
