@@ -338,6 +338,18 @@ class Profile:
         """What has to be free on the device: what its allocator holds, which is never less than what is live."""
         return max(self.peak_bytes, self.reserved_bytes)
 
+    def with_phase_seconds(self, phases: Mapping[Phase, float]) -> Profile:
+        """The profile with other seconds of its phases; the range of the step's grows or shrinks as their sum does."""
+        seconds = sum(phases.values())
+        ratio = seconds / self.step_seconds if self.step_seconds else 1.0
+        return replace(
+            self,
+            phase_seconds=phases,
+            step_seconds=seconds,
+            step_seconds_low=self.step_seconds_low * ratio,
+            step_seconds_high=self.step_seconds_high * ratio,
+        )
+
     def with_expandable_segments(self) -> Profile:
         """The profile of the same step whose allocator has them; itself where that is not known."""
         if self.expandable is None:

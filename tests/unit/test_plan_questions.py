@@ -199,6 +199,9 @@ def test_policies_are_judged_as_the_plan_is():
     assert row.predicted is not None
     first, last = (rehearse(workload, row.strategy, hardware, rank=rank) for rank in (0, 1))
     assert row.predicted.needed_bytes == last.needed_bytes > first.needed_bytes
+    for profile in (first, last, row.predicted):
+        assert profile.step_seconds_low < profile.step_seconds < profile.step_seconds_high
+        assert profile.step_seconds == pytest.approx(sum(profile.phase_seconds.values()))
 
     workload, hardware = tiny(), find_device("cpu")
     plan = choose(workload, hardware, Target(2**34, 3 * 64, 64))
@@ -208,6 +211,7 @@ def test_policies_are_judged_as_the_plan_is():
     assert row.predicted is not None
     full = rehearse(workload, row.strategy, hardware)
     assert row.predicted.phase_seconds["forward"] == pytest.approx(full.phase_seconds["forward"] * 3 / 4)
+    assert row.predicted.tokens == 3 * 64
 
 
 def test_prices_of_a_plan_meet_its_rehearsal():

@@ -47,18 +47,22 @@ def _worst(profiles: list[Profile]) -> Profile:
     return replace(
         largest,
         step_seconds=slowest.step_seconds,
+        step_seconds_low=slowest.step_seconds_low,
+        step_seconds_high=slowest.step_seconds_high,
         phase_seconds=slowest.phase_seconds,
         exposed_communication_seconds=slowest.exposed_communication_seconds,
     )
 
 
 def _of_window(profile: Profile, strategy: Strategy, sequences: int) -> Profile:
-    """With the seconds of a window whose last micro batch is short; a rehearsal's are full, and a pipeline's are."""
+    """Of a window whose last micro batch is short: a rehearsal's are full, and a pipeline's are."""
     full = strategy.micro_batch_size * strategy.accumulation_steps
     if strategy.mesh.pipeline > 1 or full == sequences:
         return profile
+    share = sequences / full
     phases = {
-        phase: seconds * sequences / full if phase in ("forward", "loss", "backward") else seconds
+        phase: seconds * share if phase in ("forward", "loss", "backward") else seconds
         for phase, seconds in profile.phase_seconds.items()
     }
-    return replace(profile, phase_seconds=phases, step_seconds=sum(phases.values()))
+    tokens, flops = round(profile.tokens * share), profile.model_flops * share
+    return replace(profile.with_phase_seconds(phases), tokens=tokens, model_flops=flops)

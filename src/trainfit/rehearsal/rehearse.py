@@ -135,7 +135,7 @@ def _with_turns(profile: Profile, strategy: Strategy) -> Profile:
         phase: seconds * (1 + waits) if phase in ("forward", "loss", "backward") else seconds
         for phase, seconds in profile.phase_seconds.items()
     }
-    return replace(profile, phase_seconds=phases, step_seconds=sum(phases.values()))
+    return profile.with_phase_seconds(phases)
 
 
 def _set_up(step: TrainStep, batches: Sequence[MicroBatch]) -> None:
