@@ -25,6 +25,7 @@ from trainfit.hardware.rng import RngState
 from trainfit.profile import PRECISIONS, AllocatorSettings, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_OF: dict[torch.dtype, Precision] = {dtype: precision for precision, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from trainfit.hardware.calibration import Calibration
 from trainfit.hardware.microbenchmarks import ATTENTION_HEADS
+from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.rehearsal.flops import ATTENTION, GROUPED_MM, is_causal
 from trainfit.rehearsal.traffic import base_name, inner_loops, tensors_of, traffic_bytes
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ROWS_AT = 2**18  # elements in rows of 16
 
 # Kernels by operator, where the largest operand's elements are their size.
@@ -77,7 +77,7 @@ class CalibratedKernels:
 
     def _kernel(self, name: str, dtype: torch.dtype | str, elements: float) -> float:
         """Above the smallest call. A dtype without a table takes that of fp32 for as many bytes."""
-        precision = dtype if isinstance(dtype, str) else _DTYPES.get(dtype, "")
+        precision = dtype if isinstance(dtype, str) else PRECISION_OF.get(dtype, "")
         table = self.calibration.table(f"{name}.{precision}")
         if table is None:
             size = dtype.itemsize if isinstance(dtype, torch.dtype) else 4
@@ -104,7 +104,7 @@ class CalibratedKernels:
     def _sized(self, layout: str, dtype: torch.dtype, m: float, n: float, k: float) -> float:
         if 0 in (m, n, k):
             return 0.0
-        precision = _DTYPES.get(dtype, "fp32")
+        precision = PRECISION_OF.get(dtype, "fp32")
         table = self.calibration.tables[f"matmul.{layout}.{precision}"]
         return max(0.0, table.at(m, n, k) - table.smallest)
 
@@ -125,7 +125,7 @@ class CalibratedKernels:
         batch, heads, length, dim = query.shape
         kind = "causal" if is_causal(func, args, kwargs) else "whole"
         direction = "backward" if backward else "forward"
-        table = self.calibration.tables[f"attention.{direction}.{kind}.{_DTYPES.get(query.dtype, 'fp32')}"]
+        table = self.calibration.tables[f"attention.{direction}.{kind}.{PRECISION_OF.get(query.dtype, 'fp32')}"]
         # Beyond what was timed, and where keys are not as many as queries, in proportion to the scores.
         most = table.axes[0][-1]
         beyond = max(1.0, length / most) * key.shape[2] / length
@@ -159,7 +159,7 @@ class CalibratedKernels:
             return self._kernel("copy", dtype, count)
         if dtype in (torch.bfloat16, torch.float16):
             return self._kernel("from_fp32", dtype, count)
-        return self._kernel("to_fp32", source.dtype if source.dtype in _DTYPES else torch.bfloat16, count)
+        return self._kernel("to_fp32", source.dtype if source.dtype in PRECISION_OF else torch.bfloat16, count)
 
     def _by_largest(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         tensors = tensors_of(args)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from trainfit.hardware.calibration import Calibration
+from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.profile import Precision
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.flops import ATTENTION, kernel_flops
 from trainfit.rehearsal.traffic import tensors_of, traffic_bytes
 
-DTYPES: Mapping[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Which of a device's figures decides how long something takes.
 Bound = Literal["arithmetic", "attention", "memory", "launch", "calibration", "link", "network", "host"]
 
@@ -80,7 +80,7 @@ class OperatorCost:
     def _roofline(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OperatorTime:
         memory = traffic_bytes(func, args, kwargs, output) / self.bytes_per_second
         tensors = tensors_of(args) or tensors_of(output)
-        precision = DTYPES.get(tensors[0].dtype, "fp32") if tensors else "fp32"
+        precision = PRECISION_OF.get(tensors[0].dtype, "fp32") if tensors else "fp32"
         rate = self.flops_per_second.get(precision) or min(self.flops_per_second.values())
         bound: Bound = "arithmetic"
         if func in ATTENTION:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from trainfit.errors import ModelError, RecipeError
-from trainfit.hardware import DTYPES, Accelerator, Hardware
+from trainfit.hardware import Accelerator, Hardware
 from trainfit.hardware.ranks import local_part
-from trainfit.hardware.runtime import fused_adamw_ignores_grad_scaler
+from trainfit.hardware.runtime import PRECISION_OF, fused_adamw_ignores_grad_scaler
 from trainfit.profile import Accuracy, Mesh, OptimizerVariant, Precision, WeightStorage
 from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.host_adamw import HostAdamW
@@ -136,8 +136,7 @@ def _refuse_other_weights(build: Build) -> None:
     trained = [(name, local_part(p.detach()).dtype) for name, p in build.model.named_parameters() if p.requires_grad]
     if other := [(name, dtype) for name, dtype in trained if dtype != torch.float32]:
         names = ", ".join(name for name, _ in other[:3]) + (", ..." if len(other) > 3 else "")
-        kinds = {dtype: word for word, dtype in DTYPES.items()}
-        kind = kinds.get(other[0][1], str(other[0][1]).removeprefix("torch."))
+        kind = PRECISION_OF.get(other[0][1], str(other[0][1]).removeprefix("torch."))
         raise ModelError(
             f"{len(other)} of {len(trained)} parameters that train are {kind} themselves ({names}): AdamW would keep "
             "moments in that too, and small updates would be lost; make the model in fp32 (module.float()) and set "
