@@ -134,7 +134,7 @@ class Rehearsals:
         self._expands = search.target.allocator is None and not search.hardware.is_host
         self.pace: dict[object, float] = {}  # by kind: seconds of a short rehearsal over the fast model's
         self._paces: list[tuple[object, float]] = []
-        self._passes = 0
+        self._passes = self._rehearsed = 0
 
     def best(self) -> tuple[Candidate, Profile]:
         """Of those that fit the fastest, weighed; else the smallest of all."""
@@ -164,7 +164,7 @@ class Rehearsals:
                 continue
             if profile.needed_bytes <= self.allowed_bytes:
                 good[kind] = candidate
-            if len(good) == _FITTING or len(self.profiles) == _ATTEMPTS:
+            if len(good) == _FITTING or self._rehearsed == _ATTEMPTS:
                 break
         while ready:
             if (found := self._whole(ready)) is not None:
@@ -244,6 +244,7 @@ class Rehearsals:
             self._refuse(candidate.strategy, str(error))
             return None
         self._passes += block_passes(candidate.strategy)
+        self._rehearsed += 1
         self.profiles[candidate.strategy] = profile
         if self._expands and profile.peak_bytes <= self.allowed_bytes < profile.needed_bytes:
             profile = self._expanded(candidate, profile)

@@ -17,6 +17,7 @@ from trainfit.plan.judged import judged
 from trainfit.plan.largest import largest_within
 from trainfit.plan.plan import Plan
 from trainfit.plan.policies import Situation, parse_policy
+from trainfit.plan.reasons import states_bytes
 from trainfit.plan.target import Target
 from trainfit.profile import AllocatorSettings, Layout, Profile
 from trainfit.step import Strategy, prepare
@@ -342,10 +343,9 @@ def compare_cards(
 
 
 def _nothing_fits(what: str, trial: Trial) -> DoesNotFitError:
-    states = sum(trial.predicted.categories[name] for name in ("parameters", "optimizer", "gradients"))
     return DoesNotFitError(
         f"{what}: {describe_strategy(trial.strategy)} needs {format_bytes(trial.predicted.needed_bytes)}, "
-        f"{format_bytes(states)} of it parameters, gradients and optimizer states, and "
+        f"{format_bytes(states_bytes(trial.predicted))} of it parameters, gradients and optimizer states, and "
         f"{format_bytes(trial.allowed_bytes)} are allowed; give it more --memory or more --devices, or --optimizer "
         "weights=bf16_stochastic,states=int8"
     )

@@ -107,8 +107,13 @@ def why(chosen: Candidate, profile: Profile, plain: Alternative, allowed: int) -
     )
 
 
+def states_bytes(profile: Profile) -> int:
+    """Of a profile's peak, what any step needs: parameters, gradients and optimizer states."""
+    return sum(profile.categories[name] for name in ("parameters", "optimizer", "gradients"))
+
+
 def why_not(profile: Profile, target: Target, hardware: Hardware) -> str:
-    states = sum(profile.categories[name] for name in ("parameters", "optimizer", "gradients"))
+    states = states_bytes(profile)
     allowed = target.allowed_bytes(hardware.spec.kind)
     needed = int(profile.needed_bytes * target.budget_bytes / allowed) + 1
     remedies = _remedies(profile, states, target, hardware)
