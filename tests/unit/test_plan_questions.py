@@ -23,7 +23,7 @@ from trainfit.plan.questions import (
     longest_sequence,
 )
 from trainfit.plan.savings import savings
-from trainfit.profile import AllocatorSettings, Layout, Mesh, Zero
+from trainfit.profile import AllocatorSettings, Layout, LossScale, Mesh, Zero
 from trainfit.rehearsal import rehearse
 from trainfit.workload import Workload, workload_from_config
 
@@ -164,6 +164,16 @@ def test_cards_have_a_plan_each_and_a_small_one_says_what_it_lacks():
     assert "has no bf16 arithmetic" in old.why
     with pytest.raises(DoesNotFitError, match=r"h100.*: does not fit: .*; .*910b3.*: does not fit"):
         compare_cards(workload, [(hardware, target(10_000)) for hardware, _ in pairs])
+
+
+def test_a_saving_that_plain_training_does_not_take_says_why_and_the_others_stay():
+    asked = setting(2**30, device="h100")
+    half = replace(asked.target, precision="fp16", loss_scale=LossScale())
+    _, rows = savings(replace(asked, target=half))
+    refused = {row.change: row.why for row in rows if row.trial is None}
+    assert list(refused) == ["update in backward"]
+    assert "fp16 must skip such a step" in refused["update in backward"]
+    assert len(rows) > 5
 
 
 def test_policies_beside_a_plan_are_rehearsed_in_its_step():

@@ -54,9 +54,9 @@ def savings(setting: Setting, micro_batch_size: int = 1) -> tuple[Trial, tuple[S
     """Plain training, and each change to it, all rehearsed. Several devices: plain training has a copy on each."""
     plain = setting.try_out(_plain(setting, micro_batch_size))
     rows = []
-    for change, strategy in _changes(setting, plain.strategy):
+    for change, fields in _changes(setting, plain.strategy):
         try:
-            rows.append(_row(change, setting.try_out(strategy), plain, setting))
+            rows.append(_row(change, setting.try_out(replace(plain.strategy, **fields)), plain, setting))
         except InputError as error:
             rows.append(Saving(change, None, why=str(error)))
     return plain, tuple(rows)
@@ -81,28 +81,28 @@ def _row(change: str, trial: Trial, plain: Trial, setting: Setting) -> Saving:
     return Saving(change, trial, saved, slowdown, accuracy)
 
 
-def _changes(setting: Setting, plain: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Each change with its name; the cheapest to try first."""
+def _changes(setting: Setting, plain: Strategy) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each change, and the fields of the strategy that it sets; the cheapest to try first."""
     blocks = Situation(len(plain.tiers))
     if plain.tiers:
         for policy in _POLICIES:
-            yield f"activation {policy}", replace(plain, tiers=parse_policy(policy).tiers(blocks))
+            yield f"activation {policy}", {"tiers": parse_policy(policy).tiers(blocks)}
     if (chunks := setting.auto_chunks(plain.micro_batch_size * setting.workload.seq_len)) > 1:
-        yield f"loss in {chunks} chunks", replace(plain, loss_chunks=chunks)
+        yield f"loss in {chunks} chunks", {"loss_chunks": chunks}
     if (size := plain.micro_batch_size) > 1:
         steps = plain.accumulation_steps * size
-        yield f"micro batch 1 x {steps}", replace(plain, micro_batch_size=1, accumulation_steps=steps)
+        yield f"micro batch 1 x {steps}", {"micro_batch_size": 1, "accumulation_steps": steps}
     if plain.precision == "fp32" and setting.hardware.supports("bf16"):
-        yield "precision bf16", replace(plain, precision="bf16")
+        yield "precision bf16", {"precision": "bf16"}
     if plain.precision != "fp32" and plain.cast == "operator" and plain.optimizer.weights == "fp32":
-        yield "cast block", replace(plain, cast="block")
+        yield "cast block", {"cast": "block"}
     yield from _variants(setting, plain)
     if (devices := setting.layout.mesh.size) > 1:
         for stage in (1, 2, 3):
-            yield f"ZeRO {stage}", replace(plain, mesh=Mesh(shard=devices), zero=Zero(stage))
+            yield f"ZeRO {stage}", {"mesh": Mesh(shard=devices), "zero": Zero(stage)}
 
 
-def _variants(setting: Setting, plain: Strategy) -> Iterator[tuple[str, Strategy]]:
+def _variants(setting: Setting, plain: Strategy) -> Iterator[tuple[str, dict[str, Any]]]:
     if setting.workload.make_optimizer is not None or plain.optimizer != OptimizerVariant():
         return
     for variant in _VARIANTS:
@@ -110,4 +110,4 @@ def _variants(setting: Setting, plain: Strategy) -> Iterator[tuple[str, Strategy
         other_dtype = variant.weights != "fp32" and plain.precision != "bf16"
         accumulated = variant.update == "backward" and (plain.accumulation_steps > 1 or plain.mesh.replicate > 1)
         if not on_host and not other_dtype and not accumulated:
-            yield ", ".join(describe_variant(variant)), replace(plain, optimizer=variant)
+            yield ", ".join(describe_variant(variant)), {"optimizer": variant}
