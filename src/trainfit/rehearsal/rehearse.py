@@ -118,7 +118,7 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) 
     running = _running(strategy)
     batches = [full_micro_batch(workload, strategy) for _ in range(running)]
     with FakeKernels(), model_errors():
-        _set_up(step, batches[: _as_many_as_fit(strategy, 1)] if in_turns else [])
+        _set_up(step, batches if in_turns else [])  # a schedule greets its neighbours when it is new
     like = min(1, running - 1)
     profile = watch_step(step, batches, hardware, waiting=steps - running, like=like, late_states=late)
     return _with_turns(profile, strategy) if in_turns else profile
