@@ -104,9 +104,14 @@ class CalibratedKernels:
     def _sized(self, layout: str, dtype: torch.dtype, m: float, n: float, k: float) -> float:
         if 0 in (m, n, k):
             return 0.0
-        precision = PRECISION_OF.get(dtype, "fp32")
-        table = self.calibration.tables[f"matmul.{layout}.{precision}"]
-        return max(0.0, table.at(m, n, k) - table.smallest)
+        table, share = self._table(f"matmul.{layout}", dtype)
+        return share * max(0.0, float(table.at(m, n, k) - table.smallest))
+
+    def _table(self, name: str, dtype: torch.dtype) -> tuple[Any, float]:
+        """A table by precision, and what its seconds are multiplied by: one that is not there is fp32's, by bytes."""
+        if (own := self.calibration.table(f"{name}.{PRECISION_OF.get(dtype, '')}")) is not None:
+            return own, 1.0
+        return self.calibration.tables[f"{name}.fp32"], dtype.itemsize / 4
 
     def _grouped(self, first: Tensor, second: Tensor, output: Tensor) -> float:
         """A matmul for each group, all of the same size."""
@@ -125,11 +130,11 @@ class CalibratedKernels:
         batch, heads, length, dim = query.shape
         kind = "causal" if is_causal(func, args, kwargs) else "whole"
         direction = "backward" if backward else "forward"
-        table = self.calibration.tables[f"attention.{direction}.{kind}.{PRECISION_OF.get(query.dtype, 'fp32')}"]
+        table, share = self._table(f"attention.{direction}.{kind}", query.dtype)
         # Beyond what was timed, and where keys are not as many as queries, in proportion to the scores.
         most = table.axes[0][-1]
         beyond = max(1.0, length / most) * key.shape[2] / length
-        return float(table.at(length, dim) * beyond * batch * heads / ATTENTION_HEADS)
+        return float(share * table.at(length, dim) * beyond * batch * heads / ATTENTION_HEADS)
 
     def _pointwise(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         made = tensors_of(output)
