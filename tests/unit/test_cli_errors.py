@@ -128,6 +128,7 @@ CASES = [
     # budgets
     ([*TARGET, "--memory", "much"], "60GiB"),
     ([*TARGET, "--memory", "0"], "at least 1"),
+    ([*TARGET, "--memory", "1"], "does not fit"),
     ([*TARGET, "--memory", "-1GiB"], "is not a size"),
     ([*TARGET, "--memory", "900TiB"], "is more than"),
     (["plan", *MODEL, "--device", "cpu"], "--tokens-per-step is missing"),

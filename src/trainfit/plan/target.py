@@ -90,7 +90,7 @@ class Target:
 
     def allowed_bytes(self, kind: Kind) -> int:
         """What a prediction may reach: the budget less the margin."""
-        return int(self.budget_bytes * (1 - MARGINS[kind]))
+        return max(1, int(self.budget_bytes * (1 - MARGINS[kind])))
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "may_change": sorted(self.may_change)}
