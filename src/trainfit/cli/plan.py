@@ -95,7 +95,7 @@ def plan(
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
         from trainfit.plan.compare import compare_policies
-        from trainfit.report import alternatives_table, plan_page, plan_view, policies_table
+        from trainfit.report import plan_page
 
         recipe = open_recipe(model)
         hardware = find_hardware(device, recipe, devices)
@@ -112,17 +112,23 @@ def plan(
         compared = {"policies": [row.to_json() for row in rows]} if policies else {}
         print_json(made.to_json() | compared | exports_json(exported, paths))
     elif not exports.fill_stdout:
-        console = output()
-        console.print(plan_view(made))
-        if made.alternatives:
-            console.print("", alternatives_table(made))
-        if policies:
-            console.print("", policies_table(rows, made.strategy, made.target.seq_len, made.allowed_bytes))
+        _show(made, rows)
     if not made.fits:
         raise DoesNotFitError(made.reason)
     if not json:
         print_exports(exported, paths)
     return 0
+
+
+def _show(made: Plan, rows: tuple[PolicyResult, ...]) -> None:
+    from trainfit.report import alternatives_table, plan_view, policies_table
+
+    console = output()
+    console.print(plan_view(made))
+    if made.alternatives:
+        console.print("", alternatives_table(made))
+    if rows:
+        console.print("", policies_table(rows, made.strategy, made.target.seq_len, made.allowed_bytes))
 
 
 def _choose(

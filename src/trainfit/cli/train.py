@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from json import dumps, loads
 from pathlib import Path
@@ -54,16 +55,12 @@ def train(
         from trainfit.hardware import Launch
         from trainfit.plan import Plan
         from trainfit.report import plan_view
-        from trainfit.train import RunFolder, load_recipe, recipe_workload
+        from trainfit.train import RunFolder, recipe_workload
         from trainfit.train import train as run_training
         from trainfit.train.loop import check_weights
 
         launch = Launch.from_environment()
-        # Rank 0 first, so that what is wrong with a recipe is said once.
-        first = launch.share("recipe", lambda: load_recipe(recipe, overrides or ()).hash)
-        settings = load_recipe(recipe, overrides or ())
-        if settings.hash != first:
-            raise RecipeError(f"{recipe} says something else to rank {launch.rank} than to rank 0; give all one recipe")
+        settings = _shared_recipe(launch, recipe, overrides or ())
         folder = Path(settings.run_folder).expanduser()
         resume = _goes_on(launch, folder) or resume
         device, hardware = local_device(None, settings, launch)
@@ -96,6 +93,17 @@ def train(
             launch=launch,
         )
     return _finish(report, made, console, json=json) if launch.is_first else INTERRUPTED * report.interrupted
+
+
+def _shared_recipe(launch: Launch, path: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe, the same on all ranks. Rank 0 reads it first, so that what is wrong with it is said once."""
+    from trainfit.train import load_recipe
+
+    first = launch.share("recipe", lambda: load_recipe(path, overrides).hash)
+    settings = load_recipe(path, overrides)
+    if settings.hash != first:
+        raise RecipeError(f"{path} says something else to rank {launch.rank} than to rank 0; give all one recipe")
+    return settings
 
 
 def _goes_on(launch: Launch, folder: Path) -> bool:
