@@ -24,10 +24,8 @@ from trainfit.plan.space import Point, asked_of, micro_batch_sizes, points_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share, weight_of
 from trainfit.profile import TIERS, Layout, Phase, Tier
-from trainfit.rehearsal.shorten import sample
-from trainfit.rehearsal.trace import ModelFacts, ModelTrace, Tracer
+from trainfit.rehearsal.trace import ModelTrace, Tracer
 from trainfit.step.strategy import Strategy
-from trainfit.techniques.pipeline_cut import divide
 
 _SMALLEST_TRIED = 12  # points, when none fits
 _NEVER = float("inf")
@@ -136,8 +134,7 @@ class Search:
         trace = sketch.trace(size, strategy.loss_chunks, split)
         return self._case(point, trace, tracer, is_split=split is not None)
 
-    def _traced(self, point: Point, facts: ModelFacts | None = None) -> Case:
-        """facts: of another number of blocks."""
+    def _traced(self, point: Point) -> Case:
         strategy = point.strategy
         tracer = self.tracers.of(strategy.optimizer)
         what = strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,)
@@ -146,39 +143,13 @@ class Search:
         if strategy.mesh.tensor > 1:
             split = tracer.split_trace(strategy.mesh.tensor, strategy.tensor, *what, accumulates=accumulates)
         trace = split or tracer.trace(*what, accumulates=accumulates)
-        return self._case(point, trace, tracer, facts, is_split=split is not None)
+        return self._case(point, trace, tracer, is_split=split is not None)
 
-    def short_of(self, candidate: Candidate) -> tuple[list[int], Candidate] | None:
-        """Blocks that stand for all, and the candidate with no others. See NOTE [ Short rehearsals ] in shorten.py.
-
-        None where that would not be much shorter.
-        """
-        assert candidate.case is not None
-        strategy = candidate.strategy
-        tracer = self.tracers.of(strategy.optimizer)
-        facts = facts_of(tracer, strategy.optimizer)
-        stages = divide(len(strategy.tiers), strategy.mesh.pipeline)
-        kept = sample(list(zip(facts.structures, strategy.tiers)), [part.blocks for part in stages])
-        if 2 * len(kept) > len(strategy.tiers) or strategy.pipeline.stages_per_rank > 1:
-            return None
-        short = replace(strategy, tiers=tuple(strategy.tiers[block] for block in kept))
-        point = replace(candidate.case.point, strategy=replace(short, tiers=()))
-        case = self._traced(point, facts.shortened(kept))
-        return kept, self._candidate(case, case.given(short.tiers))
-
-    def _case(
-        self,
-        point: Point,
-        trace: ModelTrace,
-        tracer: Tracer,
-        facts: ModelFacts | None = None,
-        *,
-        is_split: bool = False,
-    ) -> Case:
+    def _case(self, point: Point, trace: ModelTrace, tracer: Tracer, *, is_split: bool = False) -> Case:
         variant = point.strategy.optimizer
         share = gradient_share(tracer.variant, variant)
-        known = facts or facts_of(tracer, variant)
-        return case_of(point, trace, known, self.target, self.hardware, gradients=share, is_split=is_split)
+        facts = facts_of(tracer, variant)
+        return case_of(point, trace, facts, self.target, self.hardware, gradients=share, is_split=is_split)
 
     # ---- candidates ------------------------------------------------------------------------------------------------
 
@@ -249,13 +220,6 @@ class Search:
         for tier in TIERS:
             if (solutions := case.uniform(tier)) is not None:
                 yield self._candidate(case, solutions)
-
-    def uniform_of(self, point: Point, tier: Tier) -> Candidate:
-        """A point with all blocks alike, by its sketch."""
-        case = self.sketched(point)
-        solutions = case.uniform(tier)
-        assert solutions is not None, f"{tier} is traced"
-        return self._candidate(case, solutions)
 
     def estimated(self, bounded: Bounded) -> Candidate:
         """The point's best by its sketch: the fastest that should fit, else the smallest."""
