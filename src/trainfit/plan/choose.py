@@ -46,7 +46,9 @@ def choose(
     def exact(strategy: Strategy) -> Profile:
         on_progress(f"rehearsing {describe_strategy(strategy)}")
         sequences = target.sequences_per_rank(layout_of(strategy))
-        return judged(workload, strategy, hardware, sequences=sequences, max_grad_norm=max_grad_norm)
+        return judged(
+            workload, strategy, hardware, sequences=sequences, max_grad_norm=max_grad_norm, allowed_bytes=allowed
+        )
 
     plain = _plain(len(workload.anatomy().blocks), target, hardware, search, exact)
     rehearsals = Rehearsals(search, exact, allowed)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.plan.search import Candidate, Search
+from trainfit.plan.space import Point
 from trainfit.profile import Profile
 from trainfit.step.strategy import Strategy
 
@@ -38,27 +39,24 @@ class Rehearsals:
         self.expanded: dict[Strategy, Candidate] = {}  # by the strategy without expandable segments
         self._expands = search.target.allocator is None and not search.hardware.is_host
         self._paces: dict[object, tuple[tuple[bool, bool], float]] = {}  # by kind: its family, and its pace
+        self._good: dict[object, Candidate] = {}  # by kind: what fits
         self._rehearsed = 0
 
     def best(self) -> tuple[Candidate, Profile]:
         """Of those that fit the fastest, weighed; else the smallest of all."""
-        good: dict[object, Candidate] = {}  # by kind
-        best: Candidate | None = None
         for candidate in self._simple_first():
-            if best is not None:
-                least = _WORTH_IT * self._weighed(best)
-                if candidate.weighed_seconds * min(pace for _, pace in self._paces.values()) >= least:
-                    break  # and so are all that follow
-                if candidate.weighed_seconds * self._pace(candidate) >= least:
-                    continue
             if (profile := self._rehearse(candidate)) is None:
                 continue
             if profile.needed_bytes <= self.allowed_bytes:
-                good[self._kind(candidate)] = candidate
-                best = min(good.values(), key=self._weighed)
-            if len(good) == _FITTING or self._rehearsed >= _ATTEMPTS:
+                self._good[self._kind(candidate)] = candidate
+            if len(self._good) == _FITTING or self._rehearsed >= _ATTEMPTS:
                 break
-        return self._smallest() if best is None else (best, self.profiles[best.strategy])
+        if (best := self._best()) is None:
+            return self._smallest()
+        return best, self.profiles[best.strategy]
+
+    def _best(self) -> Candidate | None:
+        return min(self._good.values(), key=self._weighed, default=None)
 
     def _simple_first(self) -> Iterator[Candidate]:
         """All candidates, but first the best without stages and tensor ranks, where it may win."""
@@ -68,7 +66,7 @@ class Rehearsals:
         best = min(simple, key=lambda each: each.seconds, default=None)
         if best is not None and least < best.seconds <= _SIMPLE_FIRST * least:
             yield from _first_that(self.search.best_first(kind=best.point.kind), self._fits)
-        for candidate in self.search.best_first():
+        for candidate in self.search.best_first(may_win=self._may_win):
             if candidate.strategy not in self.profiles:
                 yield candidate
 
@@ -79,12 +77,14 @@ class Rehearsals:
     def _weighed(self, candidate: Candidate) -> float:
         return self.profiles[candidate.strategy].step_seconds * candidate.weight
 
-    def _pace(self, candidate: Candidate) -> float:
-        if candidate.kind in self._paces:
-            return self._paces[candidate.kind][1]
-        alike = family(candidate.strategy)
-        paces = [pace for of, pace in self._paces.values() if of == alike]
-        return min(paces or [pace for _, pace in self._paces.values()])
+    def _may_win(self, point: Point, seconds: float) -> bool:
+        """Whether a point could be faster than the best, by what is known of its kind or family."""
+        if (best := self._best()) is None:
+            return True
+        alike = [pace for of, pace in self._paces.values() if of == family(point.strategy)]
+        own = self._paces.get(point.kind)
+        pace = own[1] if own else min(alike or [pace for _, pace in self._paces.values()])
+        return seconds * pace < _WORTH_IT * self._weighed(best)
 
     def _kind(self, candidate: Candidate) -> object:
         """One of each is enough: each layout, or, where there is one only, each micro batch and number of chunks."""

@@ -96,11 +96,16 @@ class Search:
         self.refused: set[object] = set()  # kinds that a rehearsal could not build
         self.emitted: list[Candidate] = []
         self._again: list[Bounded] = []
-        self.solved = 0
+        self._solved: dict[tuple[Point, int, bool], Candidate | None] = {}
         self._sketches: dict[object, Sketch] = {}
         self._most_ranks = max(layout.mesh.tensor for layout in self.layouts)
         self._largest = max(target.sequences_per_rank(layout) for layout in self.layouts)
         self.points = [bounded for layout in self.layouts for bounded in self._bounded(layout)]
+
+    @property
+    def solved(self) -> int:
+        """How often a point was solved."""
+        return len(self._solved)
 
     # ---- bounds ----------------------------------------------------------------------------------------------------
 
@@ -153,10 +158,17 @@ class Search:
 
     # ---- candidates ------------------------------------------------------------------------------------------------
 
-    def best_first(self, *, more_bytes: int = 0, kind: object = None) -> Iterator[Candidate]:
+    def best_first(
+        self,
+        *,
+        more_bytes: int = 0,
+        kind: object = None,
+        may_win: Callable[[Point, float], bool] = lambda point, seconds: True,
+    ) -> Iterator[Candidate]:
         """Candidates that should fit, the best first. What excess says meanwhile is heeded.
 
-        more_bytes: what may be taken beside what is allowed. kind: the only one to look at.
+        more_bytes: what may be taken beside what is allowed. kind: the only one to look at. may_win: whether a point of
+        so many weighed seconds is worth while, asked before it is solved.
         """
         order = count()
         heap: list[tuple[float, int, int, Bounded, Candidate | None, int]] = []
@@ -173,9 +185,9 @@ class Search:
             for bounded in self._again:
                 heapq.heappush(heap, (bounded.seconds, bounded.peak_bytes, next(order), bounded, None, 0))
             self._again.clear()
-            _, _, _, bounded, candidate, excess = heapq.heappop(heap)
+            seconds, _, _, bounded, candidate, excess = heapq.heappop(heap)
             own = bounded.point.kind
-            if own in self.refused:
+            if own in self.refused or not may_win(bounded.point, seconds):
                 continue
             known = self.excess.get(own, 0)
             if candidate is not None and known == excess:
@@ -193,11 +205,13 @@ class Search:
 
     def solve(self, point: Point, allowed_bytes: int, *, traced: bool = True) -> Candidate | None:
         """The fastest tiers of one point; None where none fit."""
-        self.solved += 1
-        self.on_progress(f"solving {self.solved} of {len(self.points)}")
-        case = self._traced(point) if traced else self.sketched(point)
-        solutions = case.fastest(allowed_bytes)
-        return None if solutions is None else self._candidate(case, solutions)
+        key = point, allowed_bytes, traced
+        if key not in self._solved:
+            self.on_progress(f"solving {len(self._solved) + 1} of {len(self.points)}")
+            case = self._traced(point) if traced else self.sketched(point)
+            solutions = case.fastest(allowed_bytes)
+            self._solved[key] = None if solutions is None else self._candidate(case, solutions)
+        return self._solved[key]
 
     def smallest(self) -> Candidate | None:
         """The candidate with the lowest peak; None where there is no point at all."""

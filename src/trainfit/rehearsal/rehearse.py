@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,22 +16,16 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
-from trainfit.hardware.allocator import COLLECTING_FRACTION
 from trainfit.hardware.ranks import fake_process_group
-from trainfit.hardware.runtime import allocation_padding_of, distributed_backend_of, rehearsed
-from trainfit.profile import AllocatorSettings, Category, Mesh, Phase, Profile, Reserved
-from trainfit.rehearsal.allocator import DeviceFullError
-from trainfit.rehearsal.certainty import with_certainty
-from trainfit.rehearsal.events import SHELL, Event
-from trainfit.rehearsal.links import Links
+from trainfit.hardware.runtime import distributed_backend_of, rehearsed
+from trainfit.profile import Category, Mesh, Phase, Profile
+from trainfit.rehearsal.events import SHELL
 from trainfit.rehearsal.operator_cost import OperatorCost
 from trainfit.rehearsal.operators import FakeKernels
-from trainfit.rehearsal.record import StepRecord
-from trainfit.rehearsal.replay import reserved_memory
 from trainfit.rehearsal.shorten import shortened
-from trainfit.rehearsal.splice import Cut, NotAlikeError, cut_of, spliced
-from trainfit.rehearsal.timeline import StepClock
+from trainfit.rehearsal.splice import Cut, NotAlikeError, cut_of
 from trainfit.rehearsal.tracker import StorageTracker
+from trainfit.rehearsal.watched import Watched
 from trainfit.rehearsal.whereabouts import places_of
 from trainfit.rehearsal.workspaces import library_bytes
 from trainfit.step import Strategy, TrainStep, build_step
@@ -49,14 +43,15 @@ def rehearse(
     rank: int = 0,
     max_grad_norm: float | None = 1.0,
     micro_batches: Sequence[MicroBatch] | None = None,
+    allowed_bytes: int | None = None,
 ) -> Profile:
     """Bytes and seconds of one optimizer step on one rank, from the step itself.
 
     By default every micro batch is full: (micro_batch_size, seq_len). Of a full window not all run, see
     NOTE [ Micro batches that wait ]. micro_batches, of any shapes, all run. Optimizer states exist from the start, so
-    the first step is like any other. Raises DeviceError for a precision that the device lacks and for several ranks in
-    a process that is one already, RecipeError for tiers that are not as many as blocks and for a rank that is not
-    there.
+    the first step is like any other. allowed_bytes: see Watched.profile.
+    Raises DeviceError for a precision that the device lacks and for several ranks in a process that is one already,
+    RecipeError for tiers that are not as many as blocks and for a rank that is not there.
     """
     hardware.require(strategy.precision)
     if not 0 <= rank < strategy.mesh.size:
@@ -75,7 +70,8 @@ def rehearse(
                 watched = watch_step(step, micro_batches, hardware, cut=cut)
             else:
                 watched = _watch_full_window(step, model, hardware, cut)
-        return watched.profile(hardware, late_states=workload.make_optimizer is not None)
+        late = workload.make_optimizer is not None
+        return watched.profile(hardware, late_states=late, allowed_bytes=allowed_bytes)
 
     for cut in cuts_of(workload, strategy, rank):
         short = shortened(workload, cut.kept)
@@ -150,20 +146,6 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware, 
     return watch_step(step, batches, hardware, waiting=steps - running, like=min(1, running - 1), cut=cut)
 
 
-def _with_turns(profile: Profile, strategy: Strategy) -> Profile:
-    """With the time that a stage waits for others, which are taken to be as slow as this one.
-
-    The first micro batch has to come through all stages, and the last back: (stages - 1) / (micro batches) of what its
-    own take, a v-th of it with v stages on a rank.
-    """
-    waits = (strategy.mesh.pipeline - 1) / (strategy.accumulation_steps * strategy.pipeline.stages_per_rank)
-    phases = {
-        phase: seconds * (1 + waits) if phase in ("forward", "loss", "backward") else seconds
-        for phase, seconds in profile.phase_seconds.items()
-    }
-    return profile.with_phase_seconds(phases)
-
-
 def _set_up(step: TrainStep) -> None:
     """What the first step makes and later ones find there.
 
@@ -223,40 +205,6 @@ def full_micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
     return MicroBatch(ids, torch.zeros_like(ids), ids.numel())
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A step that a tracker has seen; what follows from it needs no fake tensors.
-
-    waiting: micro batches that did not run, but take memory, and time as batch number `like` does. num_ids: tokens of
-    all on one rank.
-    """
-
-    record: StepRecord
-    strategy: Strategy
-    rank: int
-    num_ids: int
-    waiting: int = 0
-    like: int = 0
-    cut: Cut | None = None
-
-    def profile(self, hardware: Hardware, *, late_states: bool = False) -> Profile:
-        """late_states: whether a run's optimizer makes its states in its first update, in what forward and backward
-        left behind. Raises NotAlikeError where the cut does not hold."""
-        record, spec, mesh = self.record.settled(), hardware.spec, self.strategy.mesh
-        if self.cut is not None:
-            record = spliced(record, self.cut)
-        clock = StepClock(links=Links.of(spec), overlaps=not hardware.is_host)
-        in_turns = mesh.pipeline > 1  # several micro batches are under way
-        counted = {"waiting": self.waiting, "like": self.like}
-        profile = record.profile(clock, rank=self.rank, follow_all=in_turns, **counted)
-        tokens = self.num_ids * mesh.data
-        profile = with_certainty(profile, clock.total(**counted), spec, self.strategy.precision, tokens=tokens)
-        if not hardware.is_host:
-            late = record.storages("optimizer") if late_states else frozenset()
-            profile = _with_reserved(profile, record.events, self.strategy.allocator, hardware, late)
-        return _with_turns(profile, self.strategy) if in_turns else profile
-
-
 def watch_step(
     step: TrainStep,
     batches: Sequence[MicroBatch],
@@ -308,34 +256,6 @@ def _owned_states(step: TrainStep) -> Iterator[tuple[Tensor, object]]:
     """What the optimizer and loss scaling keep on the device, with the parameter that it belongs to."""
     owners = {id(value): parameter for parameter, state in step.optimizer.state.items() for value in state.values()}
     return ((tensor, owners.get(id(tensor))) for tensor in optimizer_states(step))
-
-
-def _with_reserved(
-    profile: Profile,
-    events: Sequence[Event],
-    settings: AllocatorSettings,
-    hardware: Hardware,
-    late: frozenset[int],
-) -> Profile:
-    reserved, expandable = _reserved(events, settings, hardware, late), None
-    if not settings.expandable_segments:
-        expandable = _reserved(events, replace(settings, expandable_segments=True), hardware, late)
-    return replace(profile, reserved_bytes=reserved.reserved_bytes, reserved=reserved, expandable=expandable)
-
-
-def _reserved(
-    events: Sequence[Event], settings: AllocatorSettings, hardware: Hardware, late: frozenset[int]
-) -> Reserved:
-    """What the device's allocator holds. Garbage is collected by what the device has; any other limit would hide how
-    much too large a step is."""
-    padding = allocation_padding_of(hardware.spec.kind)
-    if settings.garbage_collection_threshold:
-        limit = int(COLLECTING_FRACTION * hardware.total_bytes)
-        try:
-            return reserved_memory(events, settings, padding=padding, limit_bytes=limit, late=late)
-        except DeviceFullError:
-            pass  # it does not fit, and by how much is seen without a limit
-    return reserved_memory(events, settings, padding=padding, late=late)
 
 
 @contextmanager

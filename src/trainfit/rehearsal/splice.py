@@ -259,7 +259,8 @@ class _Splice:
                 touched = tuple(
                     self._id(name) for each in entry.touched for name in self._deep_names(each, segment.block, shift)
                 )
-                self.log.append(replace(entry, touched=touched, place=where))
+                kind, seconds, call = entry.bound, entry.seconds, entry.call
+                self.log.append(Work(entry.phase, entry.operator, seconds, kind, entry.flops, touched, call, where))
                 continue
             for name in self._deep_names(entry.storage, segment.block, shift):
                 self._happens(entry, name, where, segment.block, shift)
