@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from trainfit.errors import ModelError, RecipeError
-from trainfit.plan.search import Candidate, Search
+from trainfit.plan.search import Candidate, Search, family
 from trainfit.plan.space import Point
 from trainfit.profile import Profile
 from trainfit.step.strategy import Strategy
@@ -108,8 +108,7 @@ class Rehearsals:
             profile = self._expanded(candidate, profile)
         excess, known = profile.needed_bytes - candidate.peak_bytes, self.search.excess.get(kind, 0)
         if profile.needed_bytes > self.allowed_bytes or excess < known - _SLACK * self.allowed_bytes:
-            self.search.excess[kind] = excess
-            self.search.reconsider(candidate.point)
+            self.search.learn(candidate, excess)
         return profile
 
     def _expanded(self, candidate: Candidate, profile: Profile) -> Profile:
@@ -136,11 +135,6 @@ class Rehearsals:
             if (profile := self._rehearse(candidate)) is not None:
                 return candidate, profile
         raise AssertionError("the search has points")
-
-
-def family(strategy: Strategy) -> tuple[bool, bool]:
-    """Whether there are pipeline stages, and tensor ranks."""
-    return strategy.mesh.pipeline > 1, strategy.mesh.tensor > 1
 
 
 def with_expandable_segments(candidate: Candidate) -> Candidate:

@@ -93,6 +93,7 @@ class Search:
         self.asked = asked_of(tracers.workload, hardware, target, facts, clips=clips)
         self.layouts = target.layouts or every_layout(self.asked, hardware.count)
         self.excess: dict[object, int] = {}
+        self._of_family: dict[tuple[bool, bool], list[int]] = {}
         self.refused: set[object] = set()  # kinds that a rehearsal could not build
         self.emitted: list[Candidate] = []
         self._again: list[Bounded] = []
@@ -171,33 +172,45 @@ class Search:
         so many weighed seconds is worth while, asked before it is solved.
         """
         order = count()
-        heap: list[tuple[float, int, int, Bounded, Candidate | None, int]] = []
+        heap: list[tuple[float, int, int, Bounded, Candidate | None, int | None]] = []
         self._again.clear()
+
+        def push(seconds: float, bounded: Bounded, candidate: Candidate | None = None, room: int | None = None) -> None:
+            peak = bounded.peak_bytes if candidate is None else candidate.peak_bytes
+            heapq.heappush(heap, (seconds, peak, next(order), bounded, candidate, room))
+
         for bounded in self.points:
-            seconds = bounded.seconds
-            if kind not in (None, bounded.point.kind):
-                continue
-            if more_bytes and bounded.peak_bytes <= self.allowed_bytes + more_bytes:
-                seconds = self.sketched(bounded.point).seconds_bound(self.allowed_bytes + more_bytes) * bounded.weight
-            if seconds < _NEVER:
-                heapq.heappush(heap, (seconds, bounded.peak_bytes, next(order), bounded, None, 0))
+            if kind in (None, bounded.point.kind) and bounded.peak_bytes <= self.allowed_bytes + more_bytes:
+                push(bounded.seconds if not more_bytes else 0.0, bounded)
         while heap or self._again:
             for bounded in self._again:
-                heapq.heappush(heap, (bounded.seconds, bounded.peak_bytes, next(order), bounded, None, 0))
+                push(bounded.seconds, bounded)
             self._again.clear()
-            seconds, _, _, bounded, candidate, excess = heapq.heappop(heap)
-            own = bounded.point.kind
-            if own in self.refused or not may_win(bounded.point, seconds):
+            seconds, _, _, bounded, candidate, solved_in = heapq.heappop(heap)
+            if bounded.point.kind in self.refused or not may_win(bounded.point, seconds):
                 continue
-            known = self.excess.get(own, 0)
-            if candidate is not None and known == excess:
+            room = self.allowed_bytes + more_bytes - self.excess_of(bounded.point)
+            if solved_in != room:  # what is known of the room has changed, or nothing was
+                bound = self.sketched(bounded.point).seconds_bound(room) * bounded.weight
+                if bound < _NEVER:
+                    push(max(bound, seconds), bounded, None, room)
+            elif candidate is not None:
                 self.emitted.append(candidate)
                 yield candidate
-                continue
-            room = self.allowed_bytes + more_bytes - known
-            if (solved := self.solve(bounded.point, room)) is not None:
-                entry = (solved.weighed_seconds, solved.peak_bytes, next(order), bounded, solved, known)
-                heapq.heappush(heap, entry)
+            elif (solved := self.solve(bounded.point, room)) is not None:
+                push(solved.weighed_seconds, bounded, solved, room)
+
+    def excess_of(self, point: Point) -> int:
+        """By how much its rehearsal should be above the fast model: as that of its kind, or the least of its family."""
+        if point.kind in self.excess:
+            return self.excess[point.kind]
+        return min(self._of_family.get(family(point.strategy), [0]))
+
+    def learn(self, candidate: Candidate, excess: int) -> None:
+        """What a rehearsal of it needed beside what the fast model says; its point is solved once more."""
+        self.excess[candidate.kind] = excess
+        self._of_family.setdefault(family(candidate.strategy), []).append(excess)
+        self.reconsider(candidate.point)
 
     def reconsider(self, point: Point) -> None:
         """Solve a point that was yielded once more, with the excess that is known now."""
@@ -237,7 +250,7 @@ class Search:
 
     def estimated(self, bounded: Bounded) -> Candidate:
         """The point's best by its sketch: the fastest that should fit, else the smallest."""
-        room = self.allowed_bytes - self.excess.get(bounded.point.kind, 0)
+        room = self.allowed_bytes - self.excess_of(bounded.point)
         found = self.solve(bounded.point, room, traced=False) if bounded.seconds < _NEVER else None
         return found or self.smallest_of(bounded.point, traced=False)
 
@@ -248,6 +261,11 @@ class Search:
         return Candidate(
             point.with_tiers(tiers), case.peak(solutions), seconds, self._weight(point), case, tuple(solutions)
         )
+
+
+def family(strategy: Strategy) -> tuple[bool, bool]:
+    """Whether there are pipeline stages, and tensor ranks."""
+    return strategy.mesh.pipeline > 1, strategy.mesh.tensor > 1
 
 
 def best_of_each(points: list[Bounded], key: Callable[[Point], Any]) -> dict[Any, Bounded]:
