@@ -19,6 +19,9 @@ _ROWS_AT = 2**18  # elements in rows of 16
 
 # Kernels by operator, where the largest operand's elements are their size.
 _BY_LARGEST: Mapping[str, str] = {
+    "sqrt": "sqrt",
+    "sqrt_": "sqrt",
+    "rsqrt": "sqrt",
     "exp": "exp",
     "sigmoid": "exp",
     "cos": "exp",
@@ -33,7 +36,7 @@ _BY_LARGEST: Mapping[str, str] = {
     "normal_": "random",
     "native_dropout": "random",
     "_softmax": "softmax",
-    "_safe_softmax": "softmax",
+    "_safe_softmax": "safe_softmax",
     "_softmax_backward_data": "softmax_backward",
     "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax_backward",
@@ -49,7 +52,7 @@ _BY_LARGEST: Mapping[str, str] = {
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "max", "min", "var", "linalg_vector_norm", "norm", "any", "all"})
 _COPIES = frozenset({"clone", "copy_", "_to_copy", "cat", "stack", "contiguous", "repeat", "constant_pad_nd"})
 _FILLS = frozenset({"zeros", "zeros_like", "new_zeros", "fill_", "zero_", "full", "full_like", "ones", "ones_like"})
-_COMPARES = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_not", "bitwise_and"})
+_COMPARES = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_not"})
 _PICKS = {"embedding": "embedding", "index": "index", "index_select": "index", "gather": "index"}
 _MATMULS: Mapping[str, int] = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
 
@@ -230,7 +233,7 @@ class CalibratedKernels:
     def _updated(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         """Fused AdamW, with the optimizer's Python for each parameter."""
         parameters = tensors_of(args[0])
-        each = self.calibration.per_operator["forward"] * len(parameters)
+        each = self.calibration.per_operator["no_grad"].smallest * len(parameters)
         return self._kernel("adamw", "fp32", sum(map(Tensor.numel, parameters))) + each
 
 
@@ -238,7 +241,7 @@ def _arithmetic(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ful
     """Which light kernel an element-wise operator is like."""
     base = name.rstrip("_")
     if base in _COMPARES:
-        return "compare"
+        return "compare" if full > 1 else "compare_number"
     if base == "pow" and isinstance(args[1], int | float) and args[1] not in (0.5, 1, 2):
         return "power"
     in_place = "_" if name.endswith("_") else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from trainfit.hardware.calibration import Calibration
+from trainfit.hardware.overheads import part_of_step, touched_bytes
 from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.profile import Precision
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.flops import ATTENTION, kernel_flops
 from trainfit.rehearsal.traffic import tensors_of, traffic_bytes
+from trainfit.techniques.recompute import running_tier
 
 # Which of a device's figures decides how long something takes.
 Bound = Literal["arithmetic", "attention", "memory", "launch", "calibration", "link", "network", "host"]
@@ -26,6 +29,31 @@ class OperatorTime(NamedTuple):
 
 
 NOTHING = OperatorTime(0.0, "launch")
+
+
+class _Kernel(NamedTuple):
+    time: OperatorTime
+    touched: int  # bytes
+    free: bool  # views, and what takes memory alone
+
+
+class _Touched:
+    """Mean bytes that the latest operators touched: what Python and the dispatcher find displaced from the caches.
+
+    They come back to the same code after some tens of operators, about a block's.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque([0] * _LATEST, maxlen=_LATEST)
+        self._sum = 0
+
+    def mean_with(self, num_bytes: int) -> float:
+        self._sum += num_bytes - self._latest[0]
+        self._latest.append(num_bytes)
+        return self._sum / _LATEST
+
+
+_LATEST = 64
 
 
 @dataclass(frozen=True)
@@ -46,7 +74,8 @@ class OperatorCost:
     host_bytes_per_second: float = 50e9
     calibration: Calibration | None = None
     runs_ahead: bool = True
-    _known: dict[Any, OperatorTime] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Any, _Kernel] = field(default_factory=dict, repr=False, compare=False)
+    _touched: _Touched = field(default_factory=_Touched, repr=False, compare=False)
 
     @property
     def memory_rate(self) -> float:
@@ -58,24 +87,27 @@ class OperatorCost:
         return self.time(func, args, kwargs, output).seconds
 
     def time(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OperatorTime:
-        """Of one call. The same shapes are looked at once."""
-        in_backward = computes_gradients()
-        key = (func, in_backward, _signature(args), _signature(tuple(kwargs.items())))
+        """Of one call, after those before it. The same shapes are looked at once."""
+        key = (func, _signature(args), _signature(tuple(kwargs.items())))
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._time(func, args, kwargs, output, in_backward)
-        return known
+            known = self._known[key] = self._kernel(func, args, kwargs, output)
+        if self.calibration is None:
+            return known.time
+        if self.runs_ahead:  # kernels do not displace what the host has in its caches
+            around = 0.0 if known.free else self.calibration.around(_part(), 0.0)
+            return OperatorTime(max(known.time.seconds, around), "calibration")
+        around = self.calibration.around(_part(), self._touched.mean_with(known.touched))
+        return OperatorTime(known.time.seconds + around, "calibration")
 
-    def _time(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, in_backward: bool
-    ) -> OperatorTime:
+    def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> _Kernel:
         free = func.is_view or func._schema.name in _FREE
-        if self.calibration is not None:
-            around = self.calibration.per_operator["backward" if in_backward else "forward"]
-            if free:
-                return OperatorTime(0.0 if self.runs_ahead else around, "calibration")
-            kernel = CalibratedKernels(self.calibration).seconds(func, args, kwargs, output)
-            return OperatorTime(max(kernel, around) if self.runs_ahead else kernel + around, "calibration")
-        return NOTHING if free else self._roofline(func, args, kwargs, output)
+        time = NOTHING
+        if not free and self.calibration is not None:
+            seconds = CalibratedKernels(self.calibration).seconds(func, args, kwargs, output)
+            time = OperatorTime(seconds, "calibration")
+        elif not free:
+            time = self._roofline(func, args, kwargs, output)
+        return _Kernel(time, 0 if free else touched_bytes(func, args, kwargs, output), free)
 
     def _roofline(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OperatorTime:
         memory = traffic_bytes(func, args, kwargs, output) / self.bytes_per_second
@@ -100,7 +132,9 @@ class OperatorCost:
             rate = _ADAMW_BYTES * elements / table.at(elements)
         else:
             rate = self.host_bytes_per_second
-        host = replace(self, bytes_per_second=rate, launch_seconds=0.0, calibration=None, _known={})
+        host = replace(
+            self, bytes_per_second=rate, launch_seconds=0.0, calibration=None, _known={}, _touched=_Touched()
+        )
         seconds = 0.0 if func.is_view else host._roofline(func, args, kwargs, output).seconds
         return OperatorTime(seconds, "host")
 
@@ -108,14 +142,20 @@ class OperatorCost:
 _ADAMW_BYTES = 28  # a parameter: weight, two moments read and written, gradient read
 
 
-def computes_gradients() -> bool:
-    """Whether autograd's engine is running, and not a recompute inside of it."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-
-
 def is_recompute() -> bool:
     """Whether a forward runs again within autograd's engine."""
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+    return part_of_step() == "recompute"
+
+
+# What a tier does that is not measured is most like what these do.
+_LIKE: Mapping[str, str] = {"selective": "pointwise", "recompute_core": "full"}
+
+
+def _part() -> str:
+    """Which of a calibration's overheads an operator has that is dispatched now."""
+    part = part_of_step()
+    tier = running_tier() if part in ("forward", "recompute") else None
+    return part if tier is None else f"{part}.{_LIKE.get(tier, tier)}"
 
 
 def _signature(tree: Any) -> Any:
