@@ -140,6 +140,14 @@ HALF_KERNELS: Mapping[str, Kernel] = {
     "to_fp32": (operands("n"), lambda x: x.to(torch.float32)),
 }
 
+# What is also timed on memory that was touched just before: chains of these are what updates in pieces consist of.
+NEAR = frozenset(
+    {
+        *("copy", "fill", "unary", "unary_", "binary", "binary_", "compare", "compare_number", "sqrt", "sum_rows"),
+        *("index", "from_fp32", "to_fp32", "adamw"),
+    }
+)
+
 LAYOUTS: Mapping[str, Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]] = {
     # What backward has of a linear layer: its input's gradient, its forward, its weight's gradient. t: transposed.
     "nn": lambda m, n, k: ((k, 1), (n, 1)),

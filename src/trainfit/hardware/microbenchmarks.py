@@ -2,7 +2,8 @@
 
 NOTE [ Warm and cold ]
 In a training step an operator reads what was written some operators ago. So no kernel is timed on one pair of buffers
-again and again, which would stay in the innermost cache: operands go round a pool, and so do outputs.
+again and again, which would stay in the innermost cache: operands go round a pool, and so do outputs. Those that chains
+of small pieces consist of are timed in a small pool too, which they name "near".
 
 NOTE [ Whose seconds ]
 With one thread on a CPU, seconds are the processor's for this thread: what a neighbour took of the core is not in them.
@@ -27,20 +28,21 @@ import torch
 import torch.nn.functional as F
 
 from trainfit.hardware.calibration import Calibration, Table
-from trainfit.hardware.kernels import FP32_KERNELS, HALF_KERNELS, KERNELS, LAYOUTS, Make, apart, matrices
+from trainfit.hardware.kernels import FP32_KERNELS, HALF_KERNELS, KERNELS, LAYOUTS, NEAR, Make, apart, matrices
 from trainfit.hardware.overheads import Recompute, operator_overheads
 from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
 from trainfit.profile import Precision
 
 POOL_BYTES = 32 * 2**20
 WEIGHT_BYTES = 32 * 2**20  # for matmuls, whose weights were last used a block or more ago
+NEAR_BYTES = 2 * 2**20
 COLD_BYTES = 64 * 2**20  # for what goes over all gradients or states once a step
 _COLD = ("foreach", "adamw")
 PASSES = 2
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
 _SAMPLES_SECONDS = 2e-3  # samples are taken for as long, at least one and at most as many
-_FILL_SECONDS = 5e-3  # calls that only go round the pools, at most
+_FILL_SECONDS = 3e-3  # calls that only go round the pools, at most
 _MAX_SAMPLES = 24
 _MAX_COPIES = 128
 _LONG_SECONDS = 4e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
@@ -88,12 +90,12 @@ class Stopwatch:
         self.device.synchronize()
         return self.now()
 
-    def seconds(self, calls: Sequence[Callable[[], Any]], num_bytes: int = 0) -> float:
+    def seconds(self, calls: Sequence[Callable[[], Any]], num_bytes: int = 0, pool_bytes: int = POOL_BYTES) -> float:
         """Of one call: each is made in turn, its output kept until as many bytes have passed as the pool has.
 
         The median of its samples counts: some find their memory in a nearer cache than others.
         """
-        num_kept = max(1, min(_MAX_COPIES, POOL_BYTES // max(1, num_bytes)))
+        num_kept = max(1, min(_MAX_COPIES, min(pool_bytes, POOL_BYTES) // max(1, num_bytes)))
         kept: deque[Any] = deque(maxlen=num_kept)
         for call in calls[:2]:
             kept.append(call())  # the first call of a shape may build its kernel
@@ -172,6 +174,9 @@ def _work(watch: Stopwatch, device: Accelerator, grids: Grids) -> Iterator[tuple
             pool_bytes = COLD_BYTES if name.startswith(_COLD) else POOL_BYTES
             kernel = partial(_kernel, watch, make, call, precision, grids, pool_bytes)
             yield f"{name}.{precision}", Series((grids.elements,), kernel)
+            if name in NEAR and device.kind == "cpu":
+                near = partial(_kernel, watch, make, call, precision, grids, NEAR_BYTES)
+                yield f"{name}.near.{precision}", Series((grids.elements,), near)
     yield "rows.fp32", Series((grids.elements,), partial(_kernel, watch, apart, torch.neg, "fp32", grids))
     if device.is_beside_host:
         for name, to_device in (("to_device", True), ("to_host", False)):
@@ -197,12 +202,12 @@ def _kernel(
             break
         num_bytes = elements * dtype.itemsize
         sets = [make(elements, dtype, device) for _ in range(_copies(num_bytes, pool_bytes))]
-        measured[position] = watch.seconds([partial(call, *each) for each in sets], num_bytes)
+        measured[position] = watch.seconds([partial(call, *each) for each in sets], num_bytes, pool_bytes)
     return measured
 
 
 def _copies(num_bytes: int, pool_bytes: int = POOL_BYTES) -> int:
-    return max(2, min(_MAX_COPIES, pool_bytes // max(1, num_bytes)))
+    return max(1 if pool_bytes == NEAR_BYTES else 2, min(_MAX_COPIES, pool_bytes // max(1, num_bytes)))
 
 
 def _matmuls(watch: Stopwatch, layout: str, precision: Precision, grids: Grids) -> Measured:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.hardware.calibration import Calibration
+from trainfit.hardware.calibration import Calibration, Table
 from trainfit.hardware.microbenchmarks import ATTENTION_HEADS
 from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.rehearsal.flops import ATTENTION, GROUPED_MM, is_causal
@@ -59,9 +59,13 @@ _MATMULS: Mapping[str, int] = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "badd
 
 @dataclass(frozen=True)
 class CalibratedKernels:
-    """Seconds of kernels above those of calling an operator that does next to nothing."""
+    """Seconds of kernels above those of calling an operator that does next to nothing.
+
+    near: their operands were touched just before, and what they write lies there too.
+    """
 
     calibration: Calibration
+    near: bool = False
 
     def seconds(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         name = base_name(func)
@@ -81,11 +85,17 @@ class CalibratedKernels:
     def _kernel(self, name: str, dtype: torch.dtype | str, elements: float) -> float:
         """Above the smallest call. A dtype without a table takes that of fp32 for as many bytes."""
         precision = dtype if isinstance(dtype, str) else PRECISION_OF.get(dtype, "")
-        table = self.calibration.table(f"{name}.{precision}")
+        table = self._placed(name, precision)
         if table is None:
             size = dtype.itemsize if isinstance(dtype, torch.dtype) else 4
-            table, elements = self.calibration.tables[f"{name}.fp32"], elements * size / 4
+            table, elements = self._placed(name, "fp32"), elements * size / 4
+        assert table is not None
         return max(0.0, table.at(max(1.0, elements)) - table.smallest)
+
+    def _placed(self, name: str, precision: str) -> Table | None:
+        """Of near memory where that was timed, for what finds its own there."""
+        near = self.calibration.table(f"{name}.near.{precision}") if self.near else None
+        return near or self.calibration.table(f"{name}.{precision}")
 
     def _rows(self, loops: int) -> float:
         """What so many inner loops take more than one."""
