@@ -35,16 +35,17 @@ from trainfit.profile import Precision
 
 POOL_BYTES = 32 * 2**20
 WEIGHT_BYTES = 32 * 2**20  # for matmuls, whose weights were last used a block or more ago
-NEAR_BYTES = 2 * 2**20
+NEAR_BYTES = 2**20
 COLD_BYTES = 64 * 2**20  # for what goes over all gradients or states once a step
 _COLD = ("foreach", "adamw")
 PASSES = 2
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
 _SAMPLES_SECONDS = 2e-3  # samples are taken for as long, at least one and at most as many
-_FILL_SECONDS = 3e-3  # calls that only go round the pools, at most
+_FILL_SECONDS = 2e-3  # calls that only go round the pools, at most
 _MAX_SAMPLES = 24
 _MAX_COPIES = 128
+_MAX_MATRICES = 32
 _LONG_SECONDS = 4e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
 
 Sizes = tuple[float, ...]
@@ -215,7 +216,8 @@ def _matmuls(watch: Stopwatch, layout: str, precision: Precision, grids: Grids) 
 
     def seconds(m: int, n: int, k: int) -> float:
         num_bytes = (m * k + k * n + m * n) * dtype.itemsize
-        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(_copies(num_bytes, WEIGHT_BYTES))]
+        copies = min(_MAX_MATRICES, _copies(num_bytes, WEIGHT_BYTES))
+        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(copies)]
         return watch.seconds([partial(torch.mm, *each) for each in sets], m * n * dtype.itemsize)
 
     return {

@@ -196,6 +196,9 @@ class CalibratedKernels:
         source, made = args[0], tensors_of(output)[0]
         along_rows = made.dim() == 0 or (made.dim() == source.dim() and made.shape[-1] != source.shape[-1])
         along_rows = along_rows or made.shape[-1:] != source.shape[-1:]
+        if name in ("linalg_vector_norm", "norm"):
+            form = "norm" if made.numel() == 1 else "norm_rows" if along_rows else "norm_columns"
+            return self._kernel(form, source.dtype, source.numel())
         return self._kernel("sum_rows" if along_rows else "sum_columns", source.dtype, source.numel())
 
     def _looked_up(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:

@@ -63,7 +63,7 @@ class _Memory:
 
 
 _LATEST = 64
-_NEAR_BYTES = 2 * NEAR_BYTES  # operands of a calibration go round as many bytes as its outputs
+_NEAR_BYTES = 4 * NEAR_BYTES  # two operands and an output of a calibration, and what comes between them
 _FAR = 2**62
 
 
