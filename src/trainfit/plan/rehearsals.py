@@ -15,7 +15,9 @@ _FITTING = 3  # kinds that fit, before the fastest of them is chosen
 _ATTEMPTS = 8  # rehearsals in all
 _SIMPLE_FIRST = 1.2  # of the least seconds of all: so much slower a mesh of replicas and shards is tried first
 _SLACK = 0.01  # of what is allowed: what a rehearsal leaves free beyond that is offered to the search again
-_WORTH_IT = 0.995  # of the seconds of one that fits: another that is rehearsed must take less
+# Of the best seconds: what else is rehearsed must take less by the fast model. It tells layouts apart worse than it
+# does what a rehearsal of them would be worth; points of one layout are cheap to rehearse, and as near as that.
+_WORTH_IT, _NEAR = 0.995, 1.02
 
 Exact = Callable[[Strategy], Profile]
 
@@ -84,7 +86,7 @@ class Rehearsals:
         alike = [pace for of, pace in self._paces.values() if of == family(point.strategy)]
         own = self._paces.get(point.kind)
         pace = own[1] if own else min(alike or [pace for _, pace in self._paces.values()])
-        return seconds * pace < _WORTH_IT * self._weighed(best)
+        return seconds * pace < (_WORTH_IT if len(self.search.layouts) > 1 else _NEAR) * self._weighed(best)
 
     def _kind(self, candidate: Candidate) -> object:
         """One of each is enough: each layout, or, where there is one only, each micro batch and number of chunks."""

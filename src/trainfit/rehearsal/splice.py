@@ -232,7 +232,8 @@ class _Splice:
 
         if isinstance(entry, Work):
             touched = tuple(map(name, entry.touched))
-            return entry.operator, entry.seconds, entry.bound, entry.flops, touched, entry.call
+            # Not seconds: equal work takes as long, but for what caches still hold of the block before.
+            return entry.operator, entry.bound, entry.flops, touched, entry.call
         base = None if entry.in_place_of is None else name(entry.in_place_of)
         return entry.operator, entry.num_bytes, entry.requested, entry.stream, name(entry.storage), base
 
