@@ -9,10 +9,12 @@ from trainfit.errors import ModelError, RecipeError
 from trainfit.plan.search import Candidate, Search, family
 from trainfit.plan.space import Point
 from trainfit.profile import Profile
+from trainfit.rehearsal.rehearse import block_passes
 from trainfit.step.strategy import Strategy
 
 _FITTING = 3  # kinds that fit, before the fastest of them is chosen
 _ATTEMPTS = 8  # rehearsals in all
+_PASSES = 250  # of one micro batch through one block, in all rehearsals: large models get fewer, once one fits
 _SIMPLE_FIRST = 1.2  # of the least seconds of all: so much slower a mesh of replicas and shards is tried first
 _SLACK = 0.01  # of what is allowed: what a rehearsal leaves free beyond that is offered to the search again
 # Of the best seconds: what else is rehearsed must take less by the fast model. It tells layouts apart worse than it
@@ -42,11 +44,15 @@ class Rehearsals:
         self._expands = search.target.allocator is None and not search.hardware.is_host
         self._paces: dict[object, tuple[tuple[bool, bool], float]] = {}  # by kind: its family, and its pace
         self._good: dict[object, Candidate] = {}  # by kind: what fits
-        self._rehearsed = 0
+        self._rehearsed = self._passes = 0
 
     def best(self) -> tuple[Candidate, Profile]:
         """Of those that fit the fastest, weighed; else the smallest of all."""
         for candidate in self._simple_first():
+            passes = block_passes(self.search.tracers.workload, candidate.strategy)
+            if self._good and self._passes + passes > _PASSES:
+                break
+            self._passes += passes
             if (profile := self._rehearse(candidate)) is None:
                 continue
             if profile.needed_bytes <= self.allowed_bytes:

@@ -2,9 +2,10 @@
 
 NOTE [ Best first ]
 Every point has a bound on its seconds and on its peak, from straight lines (sketch.py) and a knapsack (solver.py). A
-heap gives the point with the least bound. If it has not been solved, it is traced at its own micro batch, solved, and
-goes back with its true seconds; if it has, no other point can be faster, and it is the next candidate. So of thousands
-of points some dozens at most are solved. Seconds are weighed, see NOTE [ What accuracy is worth ] in variants.py.
+heap gives the point with the least bound. If it has not been solved, its sketch is, and it goes back with those seconds
+less what a trace may find; the next time it is traced at its own micro batch, solved, and goes back with its true
+seconds; after that no other point can be faster, and it is the next candidate. So of thousands of points some dozens
+are solved, and fewer traced. Seconds are weighed, see NOTE [ What accuracy is worth ] in variants.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainfit.hardware import Hardware
 from trainfit.plan.case import Case, case_of
@@ -29,6 +30,17 @@ from trainfit.step.strategy import Strategy
 
 _SMALLEST_TRIED = 12  # points, when none fits
 _NEVER = float("inf")
+_SKETCH_MAY_BE = 0.97  # of a sketch's seconds: what a trace may find instead
+
+
+class _Known(NamedTuple):
+    """What is known of a point in a search: the room for which it was bounded, and whether its sketch was solved."""
+
+    room: int | None
+    is_sketched: bool
+
+
+_NOTHING = _Known(None, is_sketched=False)
 
 
 @dataclass(frozen=True)
@@ -172,33 +184,36 @@ class Search:
         so many weighed seconds is worth while, asked before it is solved.
         """
         order = count()
-        heap: list[tuple[float, int, int, Bounded, Candidate | None, int | None]] = []
+        heap: list[tuple[float, int, int, Bounded, Candidate | None, _Known]] = []
         self._again.clear()
 
-        def push(seconds: float, bounded: Bounded, candidate: Candidate | None = None, room: int | None = None) -> None:
+        def push(seconds: float, bounded: Bounded, known: _Known, candidate: Candidate | None = None) -> None:
             peak = bounded.peak_bytes if candidate is None else candidate.peak_bytes
-            heapq.heappush(heap, (seconds, peak, next(order), bounded, candidate, room))
+            heapq.heappush(heap, (seconds, peak, next(order), bounded, candidate, known))
 
         for bounded in self.points:
             if kind in (None, bounded.point.kind) and bounded.peak_bytes <= self.allowed_bytes + more_bytes:
-                push(bounded.seconds if not more_bytes else 0.0, bounded)
+                push(bounded.seconds if not more_bytes else 0.0, bounded, _NOTHING)
         while heap or self._again:
             for bounded in self._again:
-                push(bounded.seconds, bounded)
+                push(bounded.seconds, bounded, _NOTHING)
             self._again.clear()
-            seconds, _, _, bounded, candidate, solved_in = heapq.heappop(heap)
-            if bounded.point.kind in self.refused or not may_win(bounded.point, seconds):
+            seconds, _, _, bounded, candidate, known = heapq.heappop(heap)
+            point = bounded.point
+            if point.kind in self.refused or not may_win(point, seconds):
                 continue
-            room = self.allowed_bytes + more_bytes - self.excess_of(bounded.point)
-            if solved_in != room:  # what is known of the room has changed, or nothing was
-                bound = self.sketched(bounded.point).seconds_bound(room) * bounded.weight
+            room = self.allowed_bytes + more_bytes - self.excess_of(point)
+            if known.room != room:  # what is known of the room has changed, or nothing was
+                bound = self.sketched(point).seconds_bound(room) * bounded.weight
                 if bound < _NEVER:
-                    push(max(bound, seconds), bounded, None, room)
+                    push(max(bound, seconds), bounded, _Known(room, is_sketched=False))
             elif candidate is not None:
                 self.emitted.append(candidate)
                 yield candidate
-            elif (solved := self.solve(bounded.point, room)) is not None:
-                push(solved.weighed_seconds, bounded, solved, room)
+            elif not known.is_sketched and (sketch := self.solve(point, room, traced=False)) is not None:
+                push(max(_SKETCH_MAY_BE * sketch.weighed_seconds, seconds), bounded, _Known(room, is_sketched=True))
+            elif (solved := self.solve(point, room)) is not None:
+                push(solved.weighed_seconds, bounded, known, solved)
 
     def excess_of(self, point: Point) -> int:
         """By how much its rehearsal should be above the fast model: as that of its kind, or the least of its family."""

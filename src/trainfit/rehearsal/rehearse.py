@@ -104,6 +104,14 @@ def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
             yield cut
 
 
+def block_passes(workload: Workload, strategy: Strategy) -> int:
+    """What a rehearsal of the ranks that are judged takes, in runs of a micro batch through a block."""
+    stages = strategy.mesh.pipeline
+    cut = next(cuts_of(workload, strategy, 0), None)
+    blocks = len(strategy.tiers if cut is None else cut.kept)
+    return -(-blocks // stages) * _running(strategy) * min(2, stages)
+
+
 def _running(strategy: Strategy) -> int:
     """How many micro batches of a full window run. See NOTE [ Micro batches that wait ]."""
     mesh, steps = strategy.mesh, strategy.accumulation_steps
