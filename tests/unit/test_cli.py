@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from trainfit.cli.main import main
-from trainfit.hardware import catalogue, find_device
+from trainfit.cli.setup import time_notes
+from trainfit.hardware import Figure, Hardware, catalogue, find_device
 from trainfit.techniques.chunked_loss import auto_chunks
 
 LLAMA = {
@@ -173,6 +174,15 @@ def test_devices_lists_this_machine_and_the_catalogue(capsys):
     h100 = next(row for row in rows if row["device"] == "h100")
     assert h100["usable_bytes"] == find_device("h100").usable_bytes
     assert h100["memory_bytes"]["source"]
+
+
+def test_a_link_that_nobody_looked_up_is_noted():
+    """Where there is one; its seconds are no better than its figure."""
+    eight = find_device("h100", 8)
+    assumed = replace(eight.spec, link_bandwidth=Figure(16e9, "assumed: PCIe 3.0 x16", "low"))
+    assert time_notes(replace(eight, spec=assumed)) == ("times of links are from 16 GB/s, assumed: PCIe 3.0 x16",)
+    assert time_notes(Hardware(assumed)) == ()
+    assert time_notes(eight) == ()
 
 
 def test_verify_passes_and_says_by_how_much(capsys):

@@ -24,7 +24,7 @@ def sequence_view(answer: LongestSequence) -> RenderableType:
         end = "all positions that the model has"
     else:
         end = f"{answer.next.seq_len} tokens need {format_bytes(answer.next.over_bytes)} more than allowed"
-    return _answer(f"{answer.seq_len} tokens", answer.found, end)
+    return _answer(f"{answer.seq_len} tokens", answer.found, "why no more", end)
 
 
 def devices_view(answer: FewestDevices) -> RenderableType:
@@ -34,14 +34,15 @@ def devices_view(answer: FewestDevices) -> RenderableType:
     else:
         fewer = answer.fewer.strategy.mesh.size
         end = f"{fewer} need {format_bytes(answer.fewer.over_bytes)} more each than allowed"
-    return _answer(f"{answer.devices} device{'s' * (answer.devices > 1)}", answer.found, end)
+    return _answer(f"{answer.devices} device{'s' * (answer.devices > 1)}", answer.found, "why no fewer", end)
 
 
-def _answer(what: str, found: Trial, end: str) -> RenderableType:
+def _answer(what: str, found: Trial, why: str, end: str) -> RenderableType:
+    """why, end: the name and the words of what ends the search."""
     profile = found.predicted
     rows: list[tuple[str, str | Text]] = [
         ("answer", Text(what, style="bold green")),
-        ("why no more" if "device" not in what else "why no fewer", end),
+        (why, end),
         ("leanest step", describe_strategy(found.strategy)),
         ("peak memory", f"{format_bytes(profile.needed_bytes)} of {format_bytes(found.allowed_bytes)} allowed"),
         ("step time", _seconds(profile.step_seconds)),
