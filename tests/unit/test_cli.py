@@ -50,6 +50,11 @@ def run_text(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+def flat(text: str) -> str:
+    """Without the breaks of lines."""
+    return " ".join(text.split())
+
+
 @pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
 def test_help_imports_no_torch(arguments):
     code = (
@@ -156,6 +161,24 @@ def test_plan_takes_the_optimizer_and_the_cast_that_are_asked_for(capsys):
     assert note == (
         "precision auto took fp32 on ascend-910a, which has no bf16 and computes 62 times as fast with --precision fp16"
     )
+
+
+def test_an_update_in_backward_can_be_planned_without_clipping(capsys):
+    target = ("--device", "h100", "--seq-len", "32", "--tokens-per-step", "32", "--memory", "1GiB")
+    asked = ("plan", "config.json", *target, "--optimizer", "update=backward")
+    assert main([*asked]) == 2
+    assert "max_grad_norm 1 clips by; set max_grad_norm: null (--max-grad-norm none)" in flat(capsys.readouterr().err)
+    plan = run_json(capsys, *asked, "--max-grad-norm", "none", "--export", "trl")
+    assert plan["chosen"]["strategy"]["optimizer"]["update"] == "backward"
+    assert "max_grad_norm: 0.0" in plan["exports"]["trl"]["text"]
+    clipped = run_json(capsys, "plan", "config.json", *target, "--max-grad-norm", "0.5", "--export", "trl")
+    assert "max_grad_norm: 0.5" in clipped["exports"]["trl"]["text"]
+
+
+@pytest.mark.parametrize("norm", ["0", "-1", "nan", "inf", "null"])
+def test_a_norm_that_clips_nothing_is_none(capsys, norm):
+    assert main(["plan", "config.json", "--device", "h100", "--seq-len", "32", "--max-grad-norm", norm]) == 2
+    assert f"--max-grad-norm {norm} is no norm to clip by" in flat(capsys.readouterr().err)
 
 
 def test_plan_that_does_not_fit_is_still_json(capsys):

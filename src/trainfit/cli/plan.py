@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,6 +47,9 @@ MayChangeOption = Annotated[
     list[str] | None,
     typer.Option("--may-change", metavar="precision|optimizer", help="What the plan may change."),
 ]
+MaxGradNormOption = Annotated[
+    str | None, typer.Option("--max-grad-norm", metavar="NORM|none", show_default="1", help="Clip gradients by it.")
+]
 CompareOption = Annotated[bool, typer.Option("--compare", help="Show known activation policies beside the plan.")]
 PolicyOption = Annotated[
     list[str] | None, typer.Option("--policy", metavar="POLICY", help="Compare with this one; may be repeated.")
@@ -72,6 +76,7 @@ def plan(
     optimizer: OptimizerOption = None,
     cast: CastOption = None,
     may_change: MayChangeOption = None,
+    max_grad_norm: MaxGradNormOption = None,
     compare: CompareOption = False,
     policy: PolicyOption = None,
     export: ExportOption = None,
@@ -98,9 +103,10 @@ def plan(
         from trainfit.report import plan_page
 
         recipe = open_recipe(model)
+        norm = _norm(max_grad_norm, recipe)
         hardware = find_hardware(device, recipe, devices)
-        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast)
-        workload, norm, made = _choose(model, recipe, seq_len, *options, hardware, say)
+        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast, norm)
+        workload, made = _choose(model, recipe, seq_len, *options, hardware, say)
         rows: tuple[PolicyResult, ...] = ()
         if policies:
             rows = compare_policies(workload, hardware, made, policies, max_grad_norm=norm, on_progress=say)
@@ -141,10 +147,11 @@ def _choose(
     may_change: tuple[str, ...],
     optimizer: str | None,
     cast: str | None,
+    max_grad_norm: float | None,
     hardware: Hardware,
     say: Say,
-) -> tuple[Workload, float | None, Plan]:
-    """The plan, and the workload and clipping that it is for."""
+) -> tuple[Workload, Plan]:
+    """The plan, and the workload that it is for."""
     from trainfit.cli.setup import (
         choose_budget,
         choose_for,
@@ -173,15 +180,29 @@ def _choose(
     said: dict[str, Any] = {} if optimizer is None else {"optimizer": parse_variant(optimizer)}
     said |= {} if cast is None else {"cast": cast}
     target = replace(target, **said)
-    norm = recipe.max_grad_norm if recipe else 1.0
-    made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=norm)
-    return workload, norm, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
+    made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=max_grad_norm)
+    return workload, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
 
 
 def _policies(compare: bool, named: list[str] | None) -> list[Policy]:
     from trainfit.plan.policies import USUAL, parse_policy
 
     return [parse_policy(text) for text in named or (USUAL if compare else ())]
+
+
+def _norm(text: str | None, recipe: Recipe | None) -> float | None:
+    """What gradients are clipped by; None for nothing. Raises RecipeError for what is no such norm."""
+    if text is None:
+        return recipe.max_grad_norm if recipe else 1.0
+    if text == "none":
+        return None
+    try:
+        norm = float(text)
+    except ValueError:
+        norm = math.nan
+    if not 0 < norm < math.inf:
+        raise RecipeError(f"--max-grad-norm {text} is no norm to clip by; give a number above 0, such as 1, or none")
+    return norm
 
 
 def _tokens(text: str | None, recipe: Recipe | None) -> int:
