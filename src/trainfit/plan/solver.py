@@ -9,16 +9,17 @@ batches whose saved activations live meanwhile:
     backward of block i   w P[n-1] + P[i] + head_gradient + Q[i+1] + sum_t backward_peak[t, i] x   <= room
     embedding             w P[n-1] + Q[0] + embedding                                              <= room
 The least of sum seconds x is looked for, or, where nothing fits, the least room. HiGHS proves it (mip_rel_gap 0). P and
-Q are written out in x. As columns of their own they make the rows shorter, but HiGHS 1.12 loses optima of programs
-where columns are binary and continuous (its issues 3043, 3073, 3094): of 4000 small problems near one, 194.
+Q are columns of their own, bound from below: with equations presolve of HiGHS 1.12 loses optima of such programs (its
+issues 3043, 3073 and 3094), of 4000 small problems near one 194, and as bounds none. Written out in x they make no
+columns but rows so long that forty blocks of llama-2-13b took 46 s where this takes 4.
 
 NOTE [ Tolerances ]
 HiGHS works in floats, of which the room is a thousand. A row may be passed by 1e-6 of them, and a binary be as far from
-a whole number. So each row is given that, or half a byte where that is more, as below 500 MB of room: there the program
-is exact. What an assignment needs is counted again in whole bytes. `_Program.slack_bytes` is the most that tolerances
-add up to in one event, some parts in a million of the room. Within it less is asked of HiGHS, twice at most: by the
-excess, then by the slack, where nothing can be above the room any more. What is lost are assignments within the slack
-of the room. An excess above it is no rounding but a row that is missing or wrong: an AssertionError.
+a whole number; so each row is given that, or half a byte where that is more. What an assignment needs is counted again
+in whole bytes, and one that passes the room is forbidden by a row of its own: what is found next is still the fastest
+that fits. After _MAX_FORBIDDEN of them the room is asked for less `_Program.slack_bytes`, the most that tolerances add
+up to in one event, some parts in a million of the room; then nothing passes it, and assignments that need all of it are
+lost. An excess above the slack is no rounding but a row that is missing or wrong: an AssertionError.
 
 NOTE [ What is left out of the program ]
 - A tier that another one of the same block beats or equals in every event and in seconds (`undominated`).
@@ -34,13 +35,15 @@ on top of all gradients. So it is tried, not assumed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
 
 from trainfit.errors import SolverError
 
@@ -51,6 +54,7 @@ Flags = npt.NDArray[np.bool_]
 # HiGHS' tolerances are absolute: scaled so, they are a thousandth of a millionth of room and seconds.
 _SCALE = 1e3
 _TOLERANCE = 1e-6  # of rows and of whole numbers: mip_feasibility_tolerance, HiGHS' largest
+_MAX_FORBIDDEN = 8
 _OPTIMAL, _INFEASIBLE = 0, 2  # scipy.optimize.milp's status
 _INFINITY = float("inf")
 
@@ -136,17 +140,23 @@ def fastest(problem: Problem, room: int) -> Solution | None:
         return quick
     if problem.num_blocks == 0:
         return None
-    reserve = 0
-    while True:  # three times at most, see NOTE [ Tolerances ]
-        program = _Program(problem, room - reserve)
+    program = _Program(problem, room)
+    for _ in range(_MAX_FORBIDDEN):  # See NOTE [ Tolerances ].
         values = program.run()
         if values is None:
             return None
         found = solution_of(problem, program.tiers(values))
         if found.peak_bytes <= room:
             return _tidied(problem, found, room)
-        program.check(found, room - reserve)
-        reserve = program.slack_bytes if reserve else found.peak_bytes - room
+        program.check(found, room)
+        program.forbid(found.tiers)
+    program = _Program(problem, room - program.slack_bytes)
+    values = program.run()
+    if values is None:
+        return None
+    found = solution_of(problem, program.tiers(values))
+    program.check(found, room - program.slack_bytes)
+    return _tidied(problem, found, room)
 
 
 def _tidied(problem: Problem, found: Solution, room: int) -> Solution:
@@ -243,7 +253,7 @@ def _cheapest(problem: Problem) -> Integers:
 class _Program:
     """See NOTE [ The program ]. room None: the least room is looked for.
 
-    Columns: a binary for each block and tier left, block by block, then room where it is not given.
+    Columns: a binary for each block and tier left, then P, then Q, then room where it is not given.
     """
 
     def __init__(self, problem: Problem, room: int | None) -> None:
@@ -251,61 +261,111 @@ class _Program:
         tier, block = np.nonzero(problem.undominated)
         order = np.lexsort((tier, block))
         self.tier, self.block = tier[order], block[order]
+        self.num_blocks, self.num_choices = problem.num_blocks, self.tier.size
         self.cost: Floats = problem.seconds[self.tier, self.block]
-        self.highest = _extreme_moments(problem, np.max)
-        self.unit = max(1.0, float(self.highest.max() if room is None else room)) / _SCALE  # bytes
+        highest = _extreme_moments(problem, np.max).max() if room is None else room
+        self.unit = max(1.0, float(highest)) / _SCALE  # bytes
         self.tolerance_bytes = max(0.5, _TOLERANCE * self.unit)  # what each event is given
+        self._rows: list[tuple[Any, ...]] = []  # (columns, coefficients)
+        self._low: list[float] = []
+        self._high: list[float] = []
+        self._choices()
+        self._sums()
+        self._events()
 
-    def events(self) -> tuple[Integers, Integers]:
-        """(events, binaries) and (events,) in the order of moments(): bytes of each choice, and those beside."""
-        problem = self.problem
-        saved, gradient, forward_peak, backward_peak = (
-            table[self.tier, self.block]
-            for table in (problem.saved, problem.gradient, problem.forward_peak, problem.backward_peak)
-        )
-        of, now = self.block, np.arange(problem.num_blocks)[:, None]
-        waiting = problem.waiting * saved
-        forward = waiting + saved * (of < now) + forward_peak * (of == now)
-        backward = waiting + saved * (of <= now) + gradient * (of > now) + backward_peak * (of == now)
-        loss, embedding = waiting + saved, waiting + gradient
-        beside = np.repeat([0, problem.head_gradient], problem.num_blocks)
-        return (
-            np.concatenate([forward, backward, loss[None], embedding[None]]),
-            np.concatenate([beside, [problem.before_loss, problem.embedding]]),
-        )
+    # ---- columns ---------------------------------------------------------------------------------------------------
 
-    def _rows(self) -> list[LinearConstraint]:
-        chosen = (self.block == np.arange(self.problem.num_blocks)[:, None]).astype(np.float64)
-        bytes_of, beside = self.events()
+    def _of(self, block: int) -> slice:
+        return slice(*np.searchsorted(self.block, [block, block + 1]))
+
+    def _saved(self, block: int) -> int:
+        """The column of P[block]."""
+        return self.num_choices + block
+
+    def _left(self, block: int) -> int:
+        """The column of Q[block]."""
+        return self.num_choices + self.num_blocks + block
+
+    @property
+    def _room(self) -> int:
+        return self.num_choices + 2 * self.num_blocks
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+
+    def _add(self, terms: Sequence[tuple[Any, Any]], low: float, high: float) -> None:
+        columns, values = zip(*terms)
+        self._rows.append(tuple(np.concatenate([np.atleast_1d(part) for part in parts]) for parts in (columns, values)))
+        self._low.append(low)
+        self._high.append(high)
+
+    def _picked(self, table: Integers, block: int, sign: float = 1.0) -> tuple[Any, Any]:
+        where = self._of(block)
+        values = table[self.tier[where], block] * (sign / self.unit)
+        return np.arange(where.start, where.stop), values
+
+    def _choices(self) -> None:
+        for block in range(self.num_blocks):
+            where = self._of(block)
+            self._add([(np.arange(where.start, where.stop), np.ones(where.stop - where.start))], 1.0, 1.0)
+
+    def _sums(self) -> None:
+        """P and Q are at least the sums, and no event is better off with more."""
+        last = self.num_blocks - 1
+        for block in range(self.num_blocks):
+            before = [(self._saved(block - 1), 1.0)] if block else []
+            self._add([(self._saved(block), -1.0), *before, self._picked(self.problem.saved, block)], -_INFINITY, 0.0)
+            after = [(self._left(block + 1), 1.0)] if block < last else []
+            self._add([(self._left(block), -1.0), *after, self._picked(self.problem.gradient, block)], -_INFINITY, 0.0)
+
+    def _events(self) -> None:
+        problem, last = self.problem, self.num_blocks - 1
+        waits = [(self._saved(last), float(problem.waiting))] if problem.waiting else []
+        highest = _extreme_moments(problem, np.max)
+        for block in range(self.num_blocks):
+            before = [(self._saved(block - 1), 1.0)] if block else []
+            self._event([*waits, *before, self._picked(problem.forward_peak, block)], 0, highest[block])
+            after = [(self._left(block + 1), 1.0)] if block < last else []
+            backward = [*waits, (self._saved(block), 1.0), *after, self._picked(problem.backward_peak, block)]
+            self._event(backward, problem.head_gradient, highest[self.num_blocks + block])
+        self._event([(self._saved(last), problem.waiting + 1.0)], problem.before_loss, highest[-2])
+        self._event([*waits, (self._left(0), 1.0)], problem.embedding, highest[-1])
+
+    def _event(self, terms: list[tuple[Any, Any]], constant: int, highest: int) -> None:
         if self.room is None:
-            chosen = np.pad(chosen, ((0, 0), (0, 1)))
-            events = np.pad(bytes_of / self.unit, ((0, 0), (0, 1)), constant_values=-1.0)
-            return [LinearConstraint(chosen, 1.0, 1.0), LinearConstraint(events, -_INFINITY, -beside / self.unit)]
-        room = (self.room + self.tolerance_bytes - beside) / self.unit
-        breaks = self.highest > self.room
-        events = bytes_of[breaks] / self.unit
-        return [LinearConstraint(chosen, 1.0, 1.0), LinearConstraint(events, -_INFINITY, room[breaks])]
+            self._add([*terms, (self._room, -1.0)], -_INFINITY, -constant / self.unit)
+        elif highest > self.room:
+            self._add(terms, -_INFINITY, (self.room + self.tolerance_bytes - constant) / self.unit)
+
+    def forbid(self, tiers: Integers) -> None:
+        """This assignment, which passes the room by rounding."""
+        columns = np.flatnonzero(self.tier == tiers[self.block])
+        self._add([(columns, np.ones(columns.size))], -_INFINITY, self.num_blocks - 1.0)
+
+    # ---- the answer ------------------------------------------------------------------------------------------------
 
     def run(self, *, whole: bool = True) -> Floats | None:
         """The columns of the best; None where nothing fits. whole: whether blocks may not be in parts.
 
         Raises SolverError where HiGHS stops without either.
         """
+        size = self._room + (self.room is None)
+        rows = np.repeat(np.arange(len(self._rows)), [columns.size for columns, _ in self._rows])
+        columns = np.concatenate([columns for columns, _ in self._rows])
+        matrix = coo_array(
+            (np.concatenate([values for _, values in self._rows]), (rows, columns)), shape=(len(self._rows), size)
+        )
+        cost = np.zeros(size)
         if self.room is None:
-            cost, integrality = (
-                np.pad(np.zeros(self.cost.size), (0, 1), constant_values=1.0),
-                np.ones(self.cost.size + 1),
-            )
-            integrality[-1] = 0.0
-            high = np.where(integrality, 1.0, _INFINITY)
+            cost[self._room] = 1.0
         else:
-            cost = self.cost * (_SCALE / max(float(self.cost.max()), 1e-30))
-            integrality = high = np.ones(self.cost.size)
+            cost[: self.num_choices] = self.cost * (_SCALE / max(float(self.cost.max()), 1e-30))
+        integrality, high = np.zeros(size), np.full(size, _INFINITY)
+        integrality[: self.num_choices], high[: self.num_choices] = float(whole), 1.0
         result = milp(
             cost,
-            integrality=integrality * whole,
+            integrality=integrality,
             bounds=Bounds(0.0, high),
-            constraints=self._rows(),
+            constraints=LinearConstraint(matrix.tocsr(), self._low, self._high),
             options={"mip_rel_gap": 0.0},
         )
         if result.status not in (_OPTIMAL, _INFEASIBLE):
@@ -315,8 +375,15 @@ class _Program:
     @property
     def slack_bytes(self) -> int:
         """By how much one event may be above what was asked for, all tolerances together. See NOTE [ Tolerances ]."""
-        parts = _TOLERANCE * float(self.events()[0].sum(1).max())  # each binary is so far from a whole number
-        return int(self.tolerance_bytes + _TOLERANCE * self.unit + parts)
+        problem, copies = self.problem, self.problem.waiting + 1
+        rows = 1 + (copies + 1) * self.num_blocks  # the event's own, and those of the sums that it holds
+
+        def all_of(table: Integers) -> Integers:
+            return np.asarray((table * problem.undominated).sum(0))
+
+        own = np.maximum(all_of(problem.forward_peak), all_of(problem.backward_peak)).max()
+        parts = copies * all_of(problem.saved).sum() + all_of(problem.gradient).sum() + own
+        return int(self.tolerance_bytes + _TOLERANCE * (rows * self.unit + float(parts)))
 
     def check(self, found: Solution, room: int) -> None:
         """That tolerances explain by how much what was found passes the room that was asked for."""
@@ -327,7 +394,7 @@ class _Program:
         )
 
     def tiers(self, values: Floats) -> Integers:
-        picked = np.zeros(self.problem.num_blocks, dtype=np.int64)
-        chosen = values[: self.cost.size] > 0.5
+        picked = np.zeros(self.num_blocks, dtype=np.int64)
+        chosen = values[: self.num_choices] > 0.5
         picked[self.block[chosen]] = self.tier[chosen]
         return picked
