@@ -113,7 +113,7 @@ def plan(
     exported = exports.make(made, hardware, norm) if made.fits else []
     paths = exports.write(exported)
     if html is not None:
-        write_page(html, plan_page(made))
+        write_page(html, plan_page(made, rows))
     if json:
         compared = {"policies": [row.to_json() for row in rows]} if policies else {}
         print_json(made.to_json() | compared | exports_json(exported, paths))

@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.report.pieces import facts, table
+from trainfit.report.pieces import facts, seconds_cell, table
 from trainfit.step.strategy import describe_strategy
-from trainfit.units import format_bytes, format_count, format_seconds
+from trainfit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from trainfit.plan.questions import Batch, Card, FewestDevices, LongestSequence, Trial
@@ -45,7 +45,7 @@ def _answer(what: str, found: Trial, why: str, end: str) -> RenderableType:
         (why, end),
         ("leanest step", describe_strategy(found.strategy)),
         ("peak memory", f"{format_bytes(profile.needed_bytes)} of {format_bytes(found.allowed_bytes)} allowed"),
-        ("step time", _seconds(profile.step_seconds)),
+        ("step time", seconds_cell(profile.step_seconds)),
     ]
     return Group(facts(rows))
 
@@ -81,7 +81,7 @@ def savings_table(plain: Trial, rows: Sequence[Saving]) -> Table:
     made = table("one change", "saves", "peak", "step", "against plain", "exactness", title=title)
     made.columns[5].justify, made.columns[5].no_wrap = "left", False
     peak, seconds = plain.predicted.needed_bytes, plain.predicted.step_seconds
-    made.add_row("none", "-", _peak(plain), _seconds(seconds), "-", "")
+    made.add_row("none", "-", _peak(plain), seconds_cell(seconds), "-", "")
     for row in sorted(rows, key=lambda row: -row.saved_bytes):
         if row.trial is None:
             made.add_row(row.change, "-", "-", "-", "-", Text(row.why, style="yellow"))
@@ -90,7 +90,7 @@ def savings_table(plain: Trial, rows: Sequence[Saving]) -> Table:
             row.change,
             f"{format_bytes(row.saved_bytes)} ({row.saved_bytes / peak:.0%})",
             _peak(row.trial),
-            _seconds(row.trial.predicted.step_seconds),
+            seconds_cell(row.trial.predicted.step_seconds),
             "-" if row.slowdown is None else f"{row.slowdown:+.1%}",
             row.accuracy,
         )
@@ -115,14 +115,10 @@ def cards_table(cards: Sequence[Card]) -> Table:
             describe_strategy(plan.strategy),
             format_bytes(profile.needed_bytes),
             format_bytes(plan.allowed_bytes),
-            _seconds(profile.step_seconds),
+            seconds_cell(profile.step_seconds),
             "-" if card.tokens_per_second is None else format_count(card.tokens_per_second),
         )
     return made
-
-
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds else "-"
 
 
 def _rate(tokens: int, seconds: float) -> str:

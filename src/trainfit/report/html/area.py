@@ -12,7 +12,8 @@ from trainfit.report.html.axes import Axis, Tick, bytes_axis, seconds_axis
 from trainfit.report.html.markup import Markup, element, joined
 from trainfit.report.html.palette import LAYERS
 from trainfit.report.names import NAMES
-from trainfit.units import format_bytes, format_seconds
+from trainfit.report.pieces import seconds_cell
+from trainfit.units import format_bytes
 
 SIDE = 1000.0  # of the square that the pictures are drawn in; the browser stretches it
 _HEADROOM = 1.1
@@ -181,7 +182,7 @@ def phase_rows(profile: Profile) -> list[tuple[str, str, str]]:
         seconds = profile.phase_seconds.get(phase, 0.0)
         if size:
             name = f"{phase} (peak)" if phase == profile.peak_phase else phase
-            rows.append((name, format_bytes(size), format_seconds(seconds) if seconds else "-"))
+            rows.append((name, format_bytes(size), seconds_cell(seconds)))
     return rows
 
 
