@@ -16,10 +16,12 @@ from trainfit.cli.options import (
     DeviceOption,
     HtmlOption,
     JsonOption,
+    MemoryOption,
     ModelArgument,
     OptimizerOption,
     PrecisionOption,
     SeqLenOption,
+    SharingDevicesOption,
     check_range,
 )
 from trainfit.cli.page import check_page, write_page
@@ -36,12 +38,8 @@ if TYPE_CHECKING:
     from trainfit.train import Recipe
     from trainfit.workload import Workload
 
-DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that share the tokens of a step.")]
 TokensOption = Annotated[
     str | None, typer.Option("--tokens-per-step", metavar="N", help="Tokens in one optimizer step, such as 500k or 4M.")
-]
-MemoryOption = Annotated[
-    str | None, typer.Option(metavar="SIZE", show_default="what it has", help="Budget of one device, such as 60GiB.")
 ]
 MayChangeOption = Annotated[
     list[str] | None,
@@ -68,7 +66,7 @@ ExportToOption = Annotated[
 def plan(
     model: ModelArgument,
     device: DeviceOption = None,
-    devices: DevicesOption = 1,
+    devices: SharingDevicesOption = 1,
     seq_len: SeqLenOption = None,
     tokens_per_step: TokensOption = None,
     memory: MemoryOption = None,
