@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainfit.errors import SolverError
-from trainfit.plan import solver
+from trainfit.plan import highs, solver
 from trainfit.plan.solver import (
     Problem,
     Solution,
@@ -217,11 +218,26 @@ def test_rounding_is_forbidden_so_often_and_then_asked_for_less(monkeypatch: pyt
     assert np.diff(runs[:-1]).tolist() == [1] * (solver._MAX_FORBIDDEN - 1)
 
 
+def test_what_the_solver_prints_is_not_in_stdout(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    """It comes from C, through a buffer of its own: `transformNewIntegerFeasibleSolution` and the like."""
+    milp = highs.milp
+
+    def noisy(*args: object, **options: object) -> object:
+        ctypes.CDLL(None).puts(b"noise")
+        return milp(*args, **options)
+
+    monkeypatch.setattr(highs, "milp", noisy)
+    print("before")
+    assert fastest(EVENTS["saved"], 7 * GIB) is not None
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
 @pytest.mark.parametrize("status", [1, 3, 4])
 def test_only_a_proof_says_that_nothing_fits(monkeypatch: pytest.MonkeyPatch, status: int):
     """A limit that was reached, or a failure, gives no values either."""
     answer = SimpleNamespace(status=status, x=None, message="why")
-    monkeypatch.setattr(solver, "milp", lambda *args, **options: answer)
+    monkeypatch.setattr(highs, "milp", lambda *args, **options: answer)
     for ask in (fastest, seconds_bound):
         with pytest.raises(SolverError, match=f"HiGHS stopped with status {status}, no optimum: why"):
             ask(EVENTS["saved"], 7 * GIB)

@@ -354,7 +354,7 @@ def _loss_chunks(text: str, workload: Workload, tokens: int) -> tuple[int, tuple
 
 
 def time_notes(hardware: Hardware) -> tuple[str, ...]:
-    """Where predicted times come from, when it is this machine's calibration; a link's that nobody looked up."""
+    """Where predicted times come from, when it is this machine's calibration; a link's figure that is unsure."""
     calibration, link = hardware.spec.calibration, hardware.spec.link_bandwidth
     notes = [] if calibration is None else [f"times are from a calibration, {calibration.source}"]
     if hardware.count > 1 and link.confidence == "low":

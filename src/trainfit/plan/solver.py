@@ -42,10 +42,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import coo_array
 
-from trainfit.errors import SolverError
+from trainfit.plan.highs import minimum
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -55,7 +55,6 @@ Flags = npt.NDArray[np.bool_]
 _SCALE = 1e3
 _TOLERANCE = 1e-6  # of rows and of whole numbers: mip_feasibility_tolerance, HiGHS' largest
 _MAX_FORBIDDEN = 8
-_OPTIMAL, _INFEASIBLE = 0, 2  # scipy.optimize.milp's status
 _INFINITY = float("inf")
 
 
@@ -361,16 +360,8 @@ class _Program:
             cost[: self.num_choices] = self.cost * (_SCALE / max(float(self.cost.max()), 1e-30))
         integrality, high = np.zeros(size), np.full(size, _INFINITY)
         integrality[: self.num_choices], high[: self.num_choices] = float(whole), 1.0
-        result = milp(
-            cost,
-            integrality=integrality,
-            bounds=Bounds(0.0, high),
-            constraints=LinearConstraint(matrix.tocsr(), self._low, self._high),
-            options={"mip_rel_gap": 0.0},
-        )
-        if result.status not in (_OPTIMAL, _INFEASIBLE):
-            raise SolverError(f"HiGHS stopped with status {result.status}, no optimum: {result.message}")
-        return None if result.status == _INFEASIBLE else np.asarray(result.x, dtype=np.float64)
+        constraints = LinearConstraint(matrix.tocsr(), self._low, self._high)
+        return minimum(cost, integrality, Bounds(0.0, high), constraints)
 
     @property
     def slack_bytes(self) -> int:
