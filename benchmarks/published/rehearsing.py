@@ -55,7 +55,7 @@ def _watch(run: Run, hardware: Hardware) -> Marks:
         with FakeKernels():
             step.prepare()
         tracker = new_tracker(hardware)
-        marks = Marks(tracker.events)
+        marks = Marks(tracker.log)
         step.register(tracker, marks)
         with tracker:
             step.take(tracker.observe, marks)

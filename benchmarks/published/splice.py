@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from trainfit.rehearsal.events import Event, in_place_additions
+from trainfit.rehearsal.events import Entry, Event, in_place_additions
 
 SHALLOW = 7
 _COPIED = 3
@@ -32,9 +32,9 @@ class Segment:
 
 @dataclass
 class Marks:
-    """Where segments of the growing list of events begin. owners: the block of each trained parameter, or -1."""
+    """Where segments of the growing log begin. owners: the block of each trained parameter, or -1."""
 
-    events: list[Event]
+    events: list[Entry]
     segments: list[Segment] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
 
@@ -74,14 +74,14 @@ def spliced(marks: Marks, layers: int, *, whole: bool = False) -> tuple[list[Eve
 Part = tuple[Segment, list[Event]]
 
 
-def _named(events: list[Event], marks: Marks) -> tuple[dict[int, Name], list[Part]]:
+def _named(events: list[Entry], marks: Marks) -> tuple[dict[int, Name], list[Part]]:
     """Names of storages by their births, and events by segment. Events of no bytes are left out."""
     names: dict[int, Name] = {}
     parts: list[Part] = []
     seen: dict[tuple[str, int], int] = {}
     ends = [segment.start for segment in marks.segments[1:]] + [len(events)]
     for segment, end in zip(marks.segments, ends):
-        part = [event for event in events[segment.start : end] if event.num_bytes]
+        part = [event for event in events[segment.start : end] if isinstance(event, Event) and event.num_bytes]
         owners = _owners(part, marks.owners) if segment.kind == "update" else {}
         for event in part:
             if event.storage not in names:

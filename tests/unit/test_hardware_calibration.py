@@ -26,7 +26,11 @@ def made(**changes) -> Calibration:
         "torch_version": "2.13.0+cpu",
         "date": "2026-01-31",
         "spread": 0.02,
-        "per_operator": {"forward": 5e-6, "backward": 4e-6},
+        "per_operator": {
+            "forward": Table(((1.0, 2**20),), (5e-6, 2e-5)),
+            "backward": Table(((1.0,),), (4e-6,)),
+            "no_grad": Table(((1.0,),), (3e-6,)),
+        },
         "tables": {"copy.fp32": table},
     }
     return Calibration(**{**facts, **changes})
@@ -108,10 +112,11 @@ def test_a_relative_cache_folder_is_ignored(monkeypatch):
     [
         ("{", "cannot be read"),
         ("[]", "no calibration"),
-        ('{"format": 0}', "format is 0, not 1"),
+        ('{"format": 0}', "format is 0, not 2"),
         ({"tables": {"copy.fp32": {"axes": [[1.0, 2.0]], "seconds": [1.0]}}}, "1 figures for axes of"),
         ({"tables": {"copy.fp32": {"axes": [[1.0]], "seconds": ["fast"]}}}, "no calibration"),
-        ({"per_operator": {"forward": 1.0}}, "backward"),
+        ({"per_operator": {"forward": {"axes": [[1.0]], "seconds": [1.0]}}}, "per_operator has no backward"),
+        ({"per_operator": {"forward": 1.0}}, "no calibration"),
         ({"spread": -1.0}, "out of range"),
         ({"device": "gpu"}, "is of gpu"),
     ],

@@ -13,8 +13,8 @@ from tiny_models import TINY_CONFIGS
 from trainfit.errors import DeviceError, RecipeError
 from trainfit.hardware import accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.plan.choose import Rehearsals
 from trainfit.plan.reasons import allocator_note
+from trainfit.plan.rehearsals import Rehearsals
 from trainfit.plan.search import Candidate, Search, best_of_each
 from trainfit.plan.space import micro_batch_sizes
 from trainfit.plan.variants import MUST_WIN, Tracers, weight_of

@@ -14,7 +14,7 @@ from trainfit.plan.layout import meshes, stage_parts
 from trainfit.plan.search import Search
 from trainfit.plan.variants import Tracers
 from trainfit.profile import Layout, Mesh, Pipeline
-from trainfit.rehearsal.shorten import sample, shortened
+from trainfit.rehearsal.shorten import shortened
 from trainfit.step import Strategy
 from trainfit.techniques import TECHNIQUES
 from trainfit.workload import workload_from_config
@@ -104,14 +104,6 @@ def test_stages_have_their_part_of_the_model_and_others_under_way(stages: int, w
 def test_the_first_and_the_last_stage_are_judged():
     assert judged_ranks(Strategy(1, mesh=Mesh(replicate=4))) == (0,)
     assert judged_ranks(Strategy(1, 8, mesh=Mesh(pipeline=4, replicate=2, tensor=2))) == (0, 12)
-
-
-def test_a_sample_has_two_blocks_of_each_run_in_every_stage():
-    kinds = ["full"] * 10 + ["keep"] * 10
-    assert sample(kinds, [range(20)]) == [0, 1, 10, 11]
-    assert sample(kinds, [range(10), range(10, 20)]) == [0, 1, 2, 10, 11, 12]
-    assert sample(["full"] * 3 + ["keep"], [range(4)]) == [0, 1, 3]
-    assert sample(["full", "keep"], [range(1), range(1, 2)]) == [0, 1]
 
 
 def test_a_shortened_model_has_the_blocks_that_were_kept():

@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from trainfit.hardware.ranks import fake_process_group
 from trainfit.rehearsal.collectives import tally
+from trainfit.rehearsal.events import Work
 from trainfit.rehearsal.rehearse import fake_tensors
 from trainfit.rehearsal.timeline import Timeline
 from trainfit.rehearsal.tracker import StorageTracker
@@ -64,13 +65,13 @@ def test_dtensors_count_with_what_this_rank_has():
     assert parameters == 2 * DIM * WIDE * 4 // RANKS
     # A whole hidden activation, or a whole matrix, would show.
     assert tracker.profile().peak_bytes < 3 * parameters + 8 * TOKENS * max(DIM, WIDE // RANKS) * 4
-    assert max(event.num_bytes for event in tracker.events) == max(DIM * WIDE * 4 // RANKS, TOKENS * DIM * 4)
+    assert max(event.num_bytes for event in tracker.record.events) == max(DIM * WIDE * 4 // RANKS, TOKENS * DIM * 4)
 
 
 def test_collectives_of_tensor_parallelism_are_counted():
     with fake_process_group(RANKS):
         tracker, _ = tensor_parallel_step()
-    reduced = tally(tracker.clock.total().calls)["all_reduce"]
+    reduced = tally(entry.call for entry in tracker.log if isinstance(entry, Work) and entry.call)["all_reduce"]
     assert reduced.group_sizes == (RANKS,)
     assert reduced.bytes == reduced.count * TOKENS * DIM * 4
     assert reduced.count >= 1

@@ -13,6 +13,7 @@ from trainfit.hardware import accelerator, find_device
 from trainfit.hardware.microbenchmarks import Grids, calibrate
 from trainfit.profile import OptimizerVariant, Profile
 from trainfit.rehearsal import rehearse
+from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.certainty import errors_of, half_width
 from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import ADAMW_BYTES, OperatorCost
@@ -220,7 +221,7 @@ def cost_of(calibration, *, runs_ahead: bool) -> OperatorCost:
 
 def test_a_calibrated_operator_takes_what_its_table_says(calibration):
     cost = cost_of(calibration, runs_ahead=False)
-    around = calibration.per_operator["forward"]
+    around = calibration.around("forward", 0.0)
     a = torch.ones(64, 256)
     table = calibration.tables["silu.fp32"]
     assert cost.seconds(*ran(aten.silu.default, a)) == pytest.approx(around + table.at(a.numel()) - table.smallest)
@@ -232,16 +233,42 @@ def test_a_calibrated_operator_takes_what_its_table_says(calibration):
 
 
 def test_a_scatter_takes_as_long_as_it_has_indices(calibration):
-    cost = cost_of(calibration, runs_ahead=False)
+    kernels = CalibratedKernels(calibration)
     index = torch.zeros(64, 1, dtype=torch.long)
-    few = cost.seconds(*ran(aten.scatter_add_.default, torch.zeros(64, 10), 1, index, torch.ones(64, 1)))
-    wide = cost.seconds(*ran(aten.scatter_add_.default, torch.zeros(64, 10_000), 1, index, torch.ones(64, 1)))
+    few = kernels.seconds(*ran(aten.scatter_add_.default, torch.zeros(64, 10), 1, index, torch.ones(64, 1)))
+    wide = kernels.seconds(*ran(aten.scatter_add_.default, torch.zeros(64, 10_000), 1, index, torch.ones(64, 1)))
     assert few == wide
+
+
+def test_operators_take_longer_around_their_kernels_after_much_was_touched(calibration):
+    cost = cost_of(calibration, runs_ahead=False)
+    view = ran(aten.view.default, torch.ones(4, 4), [-1])
+    before = cost.seconds(*view)
+    big = ran(aten.neg.default, torch.ones(2**22))
+    for _ in range(64):
+        cost.seconds(*big)
+    touched = 2 * 4 * 2**22 * 63 / 64
+    assert before == calibration.around("forward", 0.0)
+    assert cost.seconds(*view) == pytest.approx(calibration.around("forward", touched))
+    assert cost.seconds(*view) > before
+
+
+def test_what_was_touched_just_before_is_priced_as_near_outside_of_autograd(calibration):
+    near = replace(calibration.tables["unary_.fp32"], seconds=(1e-9, 2e-9, 3e-9))
+    changed = replace(calibration, tables={**calibration.tables, "unary_.near.fp32": near})
+    cost = cost_of(changed, runs_ahead=False)
+    call = ran(aten.mul_.Scalar, torch.ones(2**14), 1.0)
+    around = calibration.around("no_grad", 0.0)
+    far = CalibratedKernels(changed).seconds(*call)
+    with torch.no_grad():
+        assert cost.seconds(*call) == pytest.approx(around + far)
+        assert cost.seconds(*call) == pytest.approx(around + 2e-9)
+    assert cost.seconds(*call) == pytest.approx(calibration.around("forward", 0.0) + far)
 
 
 def test_a_device_that_runs_behind_its_host_takes_the_longer_of_kernel_and_launch(calibration):
     cost = cost_of(calibration, runs_ahead=True)
-    around = calibration.per_operator["forward"]
+    around = calibration.around("forward", 0.0)
     assert cost.seconds(*ran(aten.silu.default, torch.ones(1))) == around
     big = torch.ones(2048, 2048)
     table = calibration.tables["silu.fp32"]

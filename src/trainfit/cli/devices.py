@@ -51,17 +51,23 @@ def _calibrate() -> None:
     """Measures, with a bar on a terminal, and stores."""
     console = notes()
     with status(console, "Importing torch"):
+        from functools import partial
+
         from trainfit.hardware import accelerator
         from trainfit.hardware.calibration_store import save_calibration
         from trainfit.hardware.microbenchmarks import calibrate
         from trainfit.hardware.runtime import best_kind
+        from trainfit.techniques.activation import SEARCHED, recompute_block
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("Calibrating"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
+        device = accelerator(best_kind())
         made = calibrate(
-            accelerator(best_kind()), report=lambda what, share: bar.update(task, completed=share, description=what)
+            device,
+            tiers={tier: partial(recompute_block, tier=tier, accelerator=device) for tier in SEARCHED},
+            report=lambda what, share: bar.update(task, completed=share, description=what),
         )
     console.print(f"{escape(made.device)}: {len(made.tables)} tables in {escape(str(save_calibration(made)))}")
 

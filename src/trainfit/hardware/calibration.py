@@ -13,7 +13,7 @@ from typing import Any
 from trainfit.errors import DeviceError
 from trainfit.hardware.device import Kind
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class Calibration:
     """Everything that was measured on one machine, for one number of threads and one version of torch.
 
     tables: by what was measured, such as "matmul.nt.bf16" (m, n, k) or "silu.fp32" (elements); see microbenchmarks.py.
-    per_operator: seconds of the host for each operator around its kernel, by "forward" and "backward".
+    per_operator: seconds of the host for each operator around its kernel, by part of the step, over the bytes that
+        operators touch in the mean; see overheads.py. "forward", "backward" and "no_grad" are always there.
     spread: how far apart rounds of the same measurement were, relative to the fastest; the median of all.
     date: of the measurement, YYYY-MM-DD.
     """
@@ -103,8 +104,13 @@ class Calibration:
     torch_version: str
     date: str
     spread: float
-    per_operator: Mapping[str, float] = field(hash=False)
+    per_operator: Mapping[str, Table] = field(hash=False)
     tables: Mapping[str, Table] = field(hash=False)
+
+    def around(self, part: str, touched: float) -> float:
+        """Seconds of an operator around its kernel, where operators touch so many bytes. A part that was not measured,
+        such as one of a technique, is like forward."""
+        return self.per_operator.get(part, self.per_operator["forward"]).at(max(1.0, touched))
 
     def table(self, name: str) -> Table | None:
         return self.tables.get(name)
@@ -124,17 +130,22 @@ class Calibration:
         try:
             if data.get("format") != FORMAT:
                 raise ValueError(f"its format is {data.get('format')}, not {FORMAT}")
-            tables = {
-                str(name): Table(tuple(tuple(map(float, axis)) for axis in table["axes"]), tuple(table["seconds"]))
-                for name, table in data["tables"].items()
-            }
+            tables, per_operator = _tables(data["tables"]), _tables(data["per_operator"])
             rest = {name: kind(data[name]) for name, kind in _PLAIN.items()}
-            per_operator = {phase: float(data["per_operator"][phase]) for phase in ("forward", "backward")}
-            if not 0 <= rest["spread"] < math.inf or min(per_operator.values()) < 0:
+            if missing := {"forward", "backward", "no_grad"} - per_operator.keys():
+                raise ValueError(f"per_operator has no {min(missing)}")
+            if not 0 <= rest["spread"] < math.inf:
                 raise ValueError("a figure is out of range")
             return cls(**rest, per_operator=per_operator, tables=tables)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DeviceError(f"no calibration: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+def _tables(data: Mapping[str, Any]) -> dict[str, Table]:
+    return {
+        str(name): Table(tuple(tuple(map(float, axis)) for axis in table["axes"]), tuple(table["seconds"]))
+        for name, table in data.items()
+    }
 
 
 _PLAIN: Mapping[str, Any] = {

@@ -89,11 +89,11 @@ KERNELS: Mapping[str, Kernel] = {
     "unary_": (operands("n"), lambda x: x.mul_(1.0)),
     "binary": (operands("nn"), torch.add),
     "binary_": (operands("nn"), lambda x, y: x.add_(y, alpha=0.0)),
-    "by_row": (operands("nr"), torch.mul),
-    "by_column": (operands("nc"), torch.mul),
     "random": (operands("n"), lambda x: x.bernoulli_(0.9)),
     "compare": (operands("nn"), torch.lt),
+    "compare_number": (operands("n"), lambda x: x.gt(0.0)),
     "power": (operands("n"), lambda x: x.pow(3)),
+    "sqrt": (operands("n"), torch.sqrt),
     "exp": (operands("n"), torch.exp),
     "tanh": (operands("n"), torch.tanh),
     "tanh_backward": (operands("nn"), aten.tanh_backward),
@@ -104,6 +104,7 @@ KERNELS: Mapping[str, Kernel] = {
     "gelu_tanh": (operands("n"), lambda x: F.gelu(x, approximate="tanh")),
     "gelu_tanh_backward": (operands("nn"), lambda x, y: aten.gelu_backward(x, y, approximate="tanh")),
     "softmax": (operands("n"), lambda x: x.softmax(-1)),
+    "safe_softmax": (operands("n"), lambda x: aten._safe_softmax(x, -1)),
     "softmax_backward": (operands("nn"), lambda x, y: aten._softmax_backward_data(x, y, -1, x.dtype)),
     "log_softmax": (operands("n", VOCAB_ROW), lambda x: x.log_softmax(-1)),
     "log_softmax_backward": (
@@ -118,6 +119,9 @@ KERNELS: Mapping[str, Kernel] = {
     "layer_norm_backward": (_normed, _norm_backward),
     "sum_rows": (operands("n"), lambda x: x.sum(-1, keepdim=True)),
     "sum_columns": (operands("n"), lambda x: x.sum(0)),
+    "norm": (operands("n"), torch.linalg.vector_norm),
+    "norm_rows": (operands("n"), lambda x: torch.linalg.vector_norm(x, dim=-1)),
+    "norm_columns": (operands("n"), lambda x: torch.linalg.vector_norm(x, dim=0)),
     "cumulate": (operands("n"), lambda x: x.cumsum(-1)),
     "cat": (operands("hh"), lambda x, y: torch.cat((x, y), -1)),
     "embedding": (operands("ni"), lambda x, index: F.embedding(index, x)),
@@ -138,6 +142,14 @@ HALF_KERNELS: Mapping[str, Kernel] = {
     "from_fp32": (lambda n, dtype, device: (_full(n, torch.float32, device), dtype), lambda x, dtype: x.to(dtype)),
     "to_fp32": (operands("n"), lambda x: x.to(torch.float32)),
 }
+
+# What is also timed on memory that was touched just before: chains of these are what updates in pieces consist of.
+NEAR = frozenset(
+    {
+        *("copy", "fill", "unary", "unary_", "binary", "binary_", "compare", "compare_number", "sqrt", "sum_rows"),
+        *("index", "from_fp32", "to_fp32", "adamw"),
+    }
+)
 
 LAYOUTS: Mapping[str, Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]] = {
     # What backward has of a linear layer: its input's gradient, its forward, its weight's gradient. t: transposed.

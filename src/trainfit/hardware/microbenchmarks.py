@@ -2,7 +2,8 @@
 
 NOTE [ Warm and cold ]
 In a training step an operator reads what was written some operators ago. So no kernel is timed on one pair of buffers
-again and again, which would stay in the innermost cache: operands go round a pool, and so do outputs.
+again and again, which would stay in the innermost cache: operands go round a pool, and so do outputs. Those that chains
+of small pieces consist of are timed in a small pool too, which they name "near".
 
 NOTE [ Whose seconds ]
 With one thread on a CPU, seconds are the processor's for this thread: what a neighbour took of the core is not in them.
@@ -27,21 +28,24 @@ import torch
 import torch.nn.functional as F
 
 from trainfit.hardware.calibration import Calibration, Table
-from trainfit.hardware.kernels import FP32_KERNELS, HALF_KERNELS, KERNELS, LAYOUTS, Make, apart, matrices
-from trainfit.hardware.overheads import operator_overheads
+from trainfit.hardware.kernels import FP32_KERNELS, HALF_KERNELS, KERNELS, LAYOUTS, NEAR, Make, apart, matrices
+from trainfit.hardware.overheads import Recompute, operator_overheads
 from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
 from trainfit.profile import Precision
 
-POOL_BYTES = 8 * 2**20
+POOL_BYTES = 32 * 2**20
 WEIGHT_BYTES = 32 * 2**20  # for matmuls, whose weights were last used a block or more ago
+NEAR_BYTES = 2**20
 COLD_BYTES = 64 * 2**20  # for what goes over all gradients or states once a step
 _COLD = ("foreach", "adamw")
 PASSES = 2
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
 _SAMPLES_SECONDS = 2e-3  # samples are taken for as long, at least one and at most as many
+_FILL_SECONDS = 2e-3  # calls that only go round the pools, at most
 _MAX_SAMPLES = 24
-_MAX_COPIES = 32
+_MAX_COPIES = 128
+_MAX_MATRICES = 32
 _LONG_SECONDS = 4e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
 
 Sizes = tuple[float, ...]
@@ -82,24 +86,30 @@ class Stopwatch:
         alone = self.device.kind == "cpu" and torch.get_num_threads() == 1
         self.now = time.thread_time if alone else time.perf_counter
 
-    def seconds(self, calls: Sequence[Callable[[], Any]], num_bytes: int = 0) -> float:
+    def synchronized(self) -> float:
+        """Seconds now, after all that was launched."""
+        self.device.synchronize()
+        return self.now()
+
+    def seconds(self, calls: Sequence[Callable[[], Any]], num_bytes: int = 0, pool_bytes: int = POOL_BYTES) -> float:
         """Of one call: each is made in turn, its output kept until as many bytes have passed as the pool has.
 
-        What a neighbour does to the caches only lengthens a call, so the shortest of all samples counts.
+        The median of its samples counts: some find their memory in a nearer cache than others.
         """
-        num_kept = max(1, min(_MAX_COPIES, POOL_BYTES // max(1, num_bytes)))
+        num_kept = max(1, min(_MAX_COPIES, min(pool_bytes, POOL_BYTES) // max(1, num_bytes)))
         kept: deque[Any] = deque(maxlen=num_kept)
         for call in calls[:2]:
             kept.append(call())  # the first call of a shape may build its kernel
         once = self._sample(calls[0], 1, kept)
-        for at in range(min(num_kept, int(_SAMPLES_SECONDS / once))):
+        for at in range(min(num_kept if num_bytes else 0, int(_FILL_SECONDS / once))):
             kept.append(calls[at % len(calls)]())  # so that outputs lie where memory was touched before
         repeats = max(1, min(1000, int(_SAMPLE_SECONDS / once)))
         count = max(1, min(_MAX_SAMPLES, int(_SAMPLES_SECONDS / (once * repeats))))
         samples = [self._sample(calls[at % len(calls)], repeats, kept) for at in range(count)]
         samples += [once] if repeats == 1 else []
-        self.spreads.append(statistics.median(samples) / min(samples) - 1)
-        return min(samples)
+        middle = statistics.median(samples)
+        self.spreads.append(middle / min(samples) - 1)
+        return middle
 
     def _sample(self, call: Callable[[], Any], repeats: int, kept: deque[Any]) -> float:
         """Mean seconds of some calls in a row."""
@@ -120,9 +130,17 @@ class Series:
 
 
 def calibrate(
-    device: Accelerator, *, grids: Grids | None = None, report: Report = lambda what, share: None
+    device: Accelerator,
+    *,
+    grids: Grids | None = None,
+    tiers: Mapping[str, Recompute] | None = None,
+    report: Report = lambda what, share: None,
 ) -> Calibration:
-    """Measures the device. report is told what is measured and the share that is done."""
+    """Measures the device.
+
+    tiers: how to put a block under each tier that recomputes, to measure what that takes. report is told what is
+    measured and the share that is done.
+    """
     watch = Stopwatch(device)
     work = dict(_work(watch, device, grids or (Grids() if device.kind == "cpu" else DEVICE_GRIDS)))
     best: dict[str, dict[Position, float]] = {name: {} for name in work}
@@ -139,7 +157,7 @@ def calibrate(
         torch_version=torch.__version__,
         date=datetime.now(UTC).date().isoformat(),
         spread=statistics.median(watch.spreads),
-        per_operator=operator_overheads(watch.seconds, device),
+        per_operator=operator_overheads(watch.synchronized, device, tiers),
         tables={name: Table.grown(series.axes, best[name]) for name, series in work.items()},
     )
 
@@ -157,6 +175,9 @@ def _work(watch: Stopwatch, device: Accelerator, grids: Grids) -> Iterator[tuple
             pool_bytes = COLD_BYTES if name.startswith(_COLD) else POOL_BYTES
             kernel = partial(_kernel, watch, make, call, precision, grids, pool_bytes)
             yield f"{name}.{precision}", Series((grids.elements,), kernel)
+            if name in NEAR and device.kind == "cpu":
+                near = partial(_kernel, watch, make, call, precision, grids, NEAR_BYTES)
+                yield f"{name}.near.{precision}", Series((grids.elements,), near)
     yield "rows.fp32", Series((grids.elements,), partial(_kernel, watch, apart, torch.neg, "fp32", grids))
     if device.is_beside_host:
         for name, to_device in (("to_device", True), ("to_host", False)):
@@ -182,12 +203,12 @@ def _kernel(
             break
         num_bytes = elements * dtype.itemsize
         sets = [make(elements, dtype, device) for _ in range(_copies(num_bytes, pool_bytes))]
-        measured[position] = watch.seconds([partial(call, *each) for each in sets], num_bytes)
+        measured[position] = watch.seconds([partial(call, *each) for each in sets], num_bytes, pool_bytes)
     return measured
 
 
 def _copies(num_bytes: int, pool_bytes: int = POOL_BYTES) -> int:
-    return max(2, min(_MAX_COPIES, pool_bytes // max(1, num_bytes)))
+    return max(1 if pool_bytes == NEAR_BYTES else 2, min(_MAX_COPIES, pool_bytes // max(1, num_bytes)))
 
 
 def _matmuls(watch: Stopwatch, layout: str, precision: Precision, grids: Grids) -> Measured:
@@ -195,7 +216,8 @@ def _matmuls(watch: Stopwatch, layout: str, precision: Precision, grids: Grids) 
 
     def seconds(m: int, n: int, k: int) -> float:
         num_bytes = (m * k + k * n + m * n) * dtype.itemsize
-        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(_copies(num_bytes, WEIGHT_BYTES))]
+        copies = min(_MAX_MATRICES, _copies(num_bytes, WEIGHT_BYTES))
+        sets = [matrices(layout, m, n, k, dtype, device) for _ in range(copies)]
         return watch.seconds([partial(torch.mm, *each) for each in sets], m * n * dtype.itemsize)
 
     return {

@@ -18,13 +18,18 @@ def judged(
     *,
     sequences: int | None = None,
     max_grad_norm: float | None = 1.0,
+    allowed_bytes: int | None = None,
 ) -> Profile:
     """The profile of the rank that needs the most, with the time of the slowest.
 
-    sequences: of a window on one data-parallel rank; None where all its micro batches are full.
+    sequences: of a window on one data-parallel rank; None where all its micro batches are full. allowed_bytes: see
+    rehearse().
     """
     ranks = judged_ranks(strategy)
-    profiles = [rehearse(workload, strategy, hardware, rank=rank, max_grad_norm=max_grad_norm) for rank in ranks]
+    profiles = [
+        rehearse(workload, strategy, hardware, rank=rank, max_grad_norm=max_grad_norm, allowed_bytes=allowed_bytes)
+        for rank in ranks
+    ]
     worst = _worst(profiles)
     return worst if sequences is None else _of_window(worst, strategy, sequences)
 

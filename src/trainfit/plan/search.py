@@ -24,10 +24,8 @@ from trainfit.plan.space import Point, asked_of, micro_batch_sizes, points_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share, weight_of
 from trainfit.profile import TIERS, Layout, Phase, Tier
-from trainfit.rehearsal.shorten import sample
-from trainfit.rehearsal.trace import ModelFacts, ModelTrace, Tracer
+from trainfit.rehearsal.trace import ModelTrace, Tracer
 from trainfit.step.strategy import Strategy
-from trainfit.techniques.pipeline_cut import divide
 
 _SMALLEST_TRIED = 12  # points, when none fits
 _NEVER = float("inf")
@@ -95,14 +93,20 @@ class Search:
         self.asked = asked_of(tracers.workload, hardware, target, facts, clips=clips)
         self.layouts = target.layouts or every_layout(self.asked, hardware.count)
         self.excess: dict[object, int] = {}
+        self._of_family: dict[tuple[bool, bool], list[int]] = {}
         self.refused: set[object] = set()  # kinds that a rehearsal could not build
         self.emitted: list[Candidate] = []
         self._again: list[Bounded] = []
-        self.solved = 0
+        self._solved: dict[tuple[Point, int, bool], Candidate | None] = {}
         self._sketches: dict[object, Sketch] = {}
         self._most_ranks = max(layout.mesh.tensor for layout in self.layouts)
         self._largest = max(target.sequences_per_rank(layout) for layout in self.layouts)
         self.points = [bounded for layout in self.layouts for bounded in self._bounded(layout)]
+
+    @property
+    def solved(self) -> int:
+        """How often a point was solved."""
+        return len(self._solved)
 
     # ---- bounds ----------------------------------------------------------------------------------------------------
 
@@ -136,8 +140,7 @@ class Search:
         trace = sketch.trace(size, strategy.loss_chunks, split)
         return self._case(point, trace, tracer, is_split=split is not None)
 
-    def _traced(self, point: Point, facts: ModelFacts | None = None) -> Case:
-        """facts: of another number of blocks."""
+    def _traced(self, point: Point) -> Case:
         strategy = point.strategy
         tracer = self.tracers.of(strategy.optimizer)
         what = strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,)
@@ -146,75 +149,68 @@ class Search:
         if strategy.mesh.tensor > 1:
             split = tracer.split_trace(strategy.mesh.tensor, strategy.tensor, *what, accumulates=accumulates)
         trace = split or tracer.trace(*what, accumulates=accumulates)
-        return self._case(point, trace, tracer, facts, is_split=split is not None)
+        return self._case(point, trace, tracer, is_split=split is not None)
 
-    def short_of(self, candidate: Candidate) -> tuple[list[int], Candidate] | None:
-        """Blocks that stand for all, and the candidate with no others. See NOTE [ Short rehearsals ] in shorten.py.
-
-        None where that would not be much shorter.
-        """
-        assert candidate.case is not None
-        strategy = candidate.strategy
-        tracer = self.tracers.of(strategy.optimizer)
-        facts = facts_of(tracer, strategy.optimizer)
-        stages = divide(len(strategy.tiers), strategy.mesh.pipeline)
-        kept = sample(list(zip(facts.structures, strategy.tiers)), [part.blocks for part in stages])
-        if 2 * len(kept) > len(strategy.tiers) or strategy.pipeline.stages_per_rank > 1:
-            return None
-        short = replace(strategy, tiers=tuple(strategy.tiers[block] for block in kept))
-        point = replace(candidate.case.point, strategy=replace(short, tiers=()))
-        case = self._traced(point, facts.shortened(kept))
-        return kept, self._candidate(case, case.given(short.tiers))
-
-    def _case(
-        self,
-        point: Point,
-        trace: ModelTrace,
-        tracer: Tracer,
-        facts: ModelFacts | None = None,
-        *,
-        is_split: bool = False,
-    ) -> Case:
+    def _case(self, point: Point, trace: ModelTrace, tracer: Tracer, *, is_split: bool = False) -> Case:
         variant = point.strategy.optimizer
         share = gradient_share(tracer.variant, variant)
-        known = facts or facts_of(tracer, variant)
-        return case_of(point, trace, known, self.target, self.hardware, gradients=share, is_split=is_split)
+        facts = facts_of(tracer, variant)
+        return case_of(point, trace, facts, self.target, self.hardware, gradients=share, is_split=is_split)
 
     # ---- candidates ------------------------------------------------------------------------------------------------
 
-    def best_first(self, *, more_bytes: int = 0, kind: object = None) -> Iterator[Candidate]:
+    def best_first(
+        self,
+        *,
+        more_bytes: int = 0,
+        kind: object = None,
+        may_win: Callable[[Point, float], bool] = lambda point, seconds: True,
+    ) -> Iterator[Candidate]:
         """Candidates that should fit, the best first. What excess says meanwhile is heeded.
 
-        more_bytes: what may be taken beside what is allowed. kind: the only one to look at.
+        more_bytes: what may be taken beside what is allowed. kind: the only one to look at. may_win: whether a point of
+        so many weighed seconds is worth while, asked before it is solved.
         """
         order = count()
-        heap: list[tuple[float, int, int, Bounded, Candidate | None, int]] = []
+        heap: list[tuple[float, int, int, Bounded, Candidate | None, int | None]] = []
         self._again.clear()
+
+        def push(seconds: float, bounded: Bounded, candidate: Candidate | None = None, room: int | None = None) -> None:
+            peak = bounded.peak_bytes if candidate is None else candidate.peak_bytes
+            heapq.heappush(heap, (seconds, peak, next(order), bounded, candidate, room))
+
         for bounded in self.points:
-            seconds = bounded.seconds
-            if kind not in (None, bounded.point.kind):
-                continue
-            if more_bytes and bounded.peak_bytes <= self.allowed_bytes + more_bytes:
-                seconds = self.sketched(bounded.point).seconds_bound(self.allowed_bytes + more_bytes) * bounded.weight
-            if seconds < _NEVER:
-                heapq.heappush(heap, (seconds, bounded.peak_bytes, next(order), bounded, None, 0))
+            if kind in (None, bounded.point.kind) and bounded.peak_bytes <= self.allowed_bytes + more_bytes:
+                push(bounded.seconds if not more_bytes else 0.0, bounded)
         while heap or self._again:
             for bounded in self._again:
-                heapq.heappush(heap, (bounded.seconds, bounded.peak_bytes, next(order), bounded, None, 0))
+                push(bounded.seconds, bounded)
             self._again.clear()
-            _, _, _, bounded, candidate, excess = heapq.heappop(heap)
-            own = bounded.point.kind
-            if own in self.refused:
+            seconds, _, _, bounded, candidate, solved_in = heapq.heappop(heap)
+            if bounded.point.kind in self.refused or not may_win(bounded.point, seconds):
                 continue
-            known = self.excess.get(own, 0)
-            if candidate is not None and known == excess:
+            room = self.allowed_bytes + more_bytes - self.excess_of(bounded.point)
+            if solved_in != room:  # what is known of the room has changed, or nothing was
+                bound = self.sketched(bounded.point).seconds_bound(room) * bounded.weight
+                if bound < _NEVER:
+                    push(max(bound, seconds), bounded, None, room)
+            elif candidate is not None:
                 self.emitted.append(candidate)
                 yield candidate
-                continue
-            room = self.allowed_bytes + more_bytes - known
-            if (solved := self.solve(bounded.point, room)) is not None:
-                entry = (solved.weighed_seconds, solved.peak_bytes, next(order), bounded, solved, known)
-                heapq.heappush(heap, entry)
+            elif (solved := self.solve(bounded.point, room)) is not None:
+                push(solved.weighed_seconds, bounded, solved, room)
+
+    def excess_of(self, point: Point) -> int:
+        """By how much its rehearsal should be above the fast model: as that of its kind, or the least of its family."""
+        if point.kind in self.excess:
+            return self.excess[point.kind]
+        return min(self._of_family.get(family(point.strategy), [0]))
+
+    def learn(self, candidate: Candidate, excess: int) -> None:
+        """What a rehearsal of it needed beside what the fast model says; its point is solved once more."""
+        self.excess[candidate.kind] = excess
+        self._of_family.setdefault(family(candidate.strategy), []).append(excess)
+        self.reconsider(candidate.point)
 
     def reconsider(self, point: Point) -> None:
         """Solve a point that was yielded once more, with the excess that is known now."""
@@ -222,11 +218,13 @@ class Search:
 
     def solve(self, point: Point, allowed_bytes: int, *, traced: bool = True) -> Candidate | None:
         """The fastest tiers of one point; None where none fit."""
-        self.solved += 1
-        self.on_progress(f"solving {self.solved} of {len(self.points)}")
-        case = self._traced(point) if traced else self.sketched(point)
-        solutions = case.fastest(allowed_bytes)
-        return None if solutions is None else self._candidate(case, solutions)
+        key = point, allowed_bytes, traced
+        if key not in self._solved:
+            self.on_progress(f"solving {len(self._solved) + 1} of {len(self.points)}")
+            case = self._traced(point) if traced else self.sketched(point)
+            solutions = case.fastest(allowed_bytes)
+            self._solved[key] = None if solutions is None else self._candidate(case, solutions)
+        return self._solved[key]
 
     def smallest(self) -> Candidate | None:
         """The candidate with the lowest peak; None where there is no point at all."""
@@ -250,16 +248,9 @@ class Search:
             if (solutions := case.uniform(tier)) is not None:
                 yield self._candidate(case, solutions)
 
-    def uniform_of(self, point: Point, tier: Tier) -> Candidate:
-        """A point with all blocks alike, by its sketch."""
-        case = self.sketched(point)
-        solutions = case.uniform(tier)
-        assert solutions is not None, f"{tier} is traced"
-        return self._candidate(case, solutions)
-
     def estimated(self, bounded: Bounded) -> Candidate:
         """The point's best by its sketch: the fastest that should fit, else the smallest."""
-        room = self.allowed_bytes - self.excess.get(bounded.point.kind, 0)
+        room = self.allowed_bytes - self.excess_of(bounded.point)
         found = self.solve(bounded.point, room, traced=False) if bounded.seconds < _NEVER else None
         return found or self.smallest_of(bounded.point, traced=False)
 
@@ -270,6 +261,11 @@ class Search:
         return Candidate(
             point.with_tiers(tiers), case.peak(solutions), seconds, self._weight(point), case, tuple(solutions)
         )
+
+
+def family(strategy: Strategy) -> tuple[bool, bool]:
+    """Whether there are pipeline stages, and tensor ranks."""
+    return strategy.mesh.pipeline > 1, strategy.mesh.tensor > 1
 
 
 def best_of_each(points: list[Bounded], key: Callable[[Point], Any]) -> dict[Any, Bounded]:

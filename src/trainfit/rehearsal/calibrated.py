@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.hardware.calibration import Calibration
+from trainfit.hardware.calibration import Calibration, Table
 from trainfit.hardware.microbenchmarks import ATTENTION_HEADS
 from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.rehearsal.flops import ATTENTION, GROUPED_MM, is_causal
@@ -19,6 +19,9 @@ _ROWS_AT = 2**18  # elements in rows of 16
 
 # Kernels by operator, where the largest operand's elements are their size.
 _BY_LARGEST: Mapping[str, str] = {
+    "sqrt": "sqrt",
+    "sqrt_": "sqrt",
+    "rsqrt": "sqrt",
     "exp": "exp",
     "sigmoid": "exp",
     "cos": "exp",
@@ -33,7 +36,7 @@ _BY_LARGEST: Mapping[str, str] = {
     "normal_": "random",
     "native_dropout": "random",
     "_softmax": "softmax",
-    "_safe_softmax": "softmax",
+    "_safe_softmax": "safe_softmax",
     "_softmax_backward_data": "softmax_backward",
     "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax_backward",
@@ -49,16 +52,20 @@ _BY_LARGEST: Mapping[str, str] = {
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "max", "min", "var", "linalg_vector_norm", "norm", "any", "all"})
 _COPIES = frozenset({"clone", "copy_", "_to_copy", "cat", "stack", "contiguous", "repeat", "constant_pad_nd"})
 _FILLS = frozenset({"zeros", "zeros_like", "new_zeros", "fill_", "zero_", "full", "full_like", "ones", "ones_like"})
-_COMPARES = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_not", "bitwise_and"})
+_COMPARES = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_not"})
 _PICKS = {"embedding": "embedding", "index": "index", "index_select": "index", "gather": "index"}
 _MATMULS: Mapping[str, int] = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
 
 
 @dataclass(frozen=True)
 class CalibratedKernels:
-    """Seconds of kernels above those of calling an operator that does next to nothing."""
+    """Seconds of kernels above those of calling an operator that does next to nothing.
+
+    near: their operands were touched just before, and what they write lies there too.
+    """
 
     calibration: Calibration
+    near: bool = False
 
     def seconds(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         name = base_name(func)
@@ -78,11 +85,17 @@ class CalibratedKernels:
     def _kernel(self, name: str, dtype: torch.dtype | str, elements: float) -> float:
         """Above the smallest call. A dtype without a table takes that of fp32 for as many bytes."""
         precision = dtype if isinstance(dtype, str) else PRECISION_OF.get(dtype, "")
-        table = self.calibration.table(f"{name}.{precision}")
+        table = self._placed(name, precision)
         if table is None:
             size = dtype.itemsize if isinstance(dtype, torch.dtype) else 4
-            table, elements = self.calibration.tables[f"{name}.fp32"], elements * size / 4
+            table, elements = self._placed(name, "fp32"), elements * size / 4
+        assert table is not None
         return max(0.0, table.at(max(1.0, elements)) - table.smallest)
+
+    def _placed(self, name: str, precision: str) -> Table | None:
+        """Of near memory where that was timed, for what finds its own there."""
+        near = self.calibration.table(f"{name}.near.{precision}") if self.near else None
+        return near or self.calibration.table(f"{name}.{precision}")
 
     def _rows(self, loops: int) -> float:
         """What so many inner loops take more than one."""
@@ -183,6 +196,9 @@ class CalibratedKernels:
         source, made = args[0], tensors_of(output)[0]
         along_rows = made.dim() == 0 or (made.dim() == source.dim() and made.shape[-1] != source.shape[-1])
         along_rows = along_rows or made.shape[-1:] != source.shape[-1:]
+        if name in ("linalg_vector_norm", "norm"):
+            form = "norm" if made.numel() == 1 else "norm_rows" if along_rows else "norm_columns"
+            return self._kernel(form, source.dtype, source.numel())
         return self._kernel("sum_rows" if along_rows else "sum_columns", source.dtype, source.numel())
 
     def _looked_up(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
@@ -230,7 +246,7 @@ class CalibratedKernels:
     def _updated(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         """Fused AdamW, with the optimizer's Python for each parameter."""
         parameters = tensors_of(args[0])
-        each = self.calibration.per_operator["forward"] * len(parameters)
+        each = self.calibration.per_operator["no_grad"].smallest * len(parameters)
         return self._kernel("adamw", "fp32", sum(map(Tensor.numel, parameters))) + each
 
 
@@ -238,7 +254,7 @@ def _arithmetic(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ful
     """Which light kernel an element-wise operator is like."""
     base = name.rstrip("_")
     if base in _COMPARES:
-        return "compare"
+        return "compare" if full > 1 else "compare_number"
     if base == "pow" and isinstance(args[1], int | float) and args[1] not in (0.5, 1, 2):
         return "power"
     in_place = "_" if name.endswith("_") else ""

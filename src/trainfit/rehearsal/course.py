@@ -50,7 +50,7 @@ def course_of(
     live = dict.fromkeys(CATEGORIES, 0)
     known: dict[int, Category] = {}
     moments = []
-    done, seconds = 0, 0.0
+    done = 0
     begin = events[start].seconds if events else 0.0
     for position in wanted:
         for event in events[done : position + 1]:
@@ -59,7 +59,7 @@ def course_of(
             live[known[event.storage]] += event.num_bytes
         done = position + 1
         event = events[position]
-        seconds = max(seconds, event.seconds - begin)  # a death that was put before its cause has a later time
+        seconds = event.seconds - begin
         bytes_by_category: dict[Category, int] = {name: num_bytes for name, num_bytes in live.items() if num_bytes}
         moments.append(Moment(event.phase, event.where, seconds, bytes_by_category))
     return tuple(moments)

@@ -1,4 +1,4 @@
-"""Births and deaths of storages, and what was live at each of them.
+"""What a step did, in order: births and deaths of storages, and operators that ran.
 
 NOTE [ Fake gradients are added in place ]
 Autograd adds a second gradient of a tensor into the first one's memory when nobody else holds that (a view's base
@@ -10,17 +10,23 @@ Source: can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainfit.profile import PHASES, Phase
+from trainfit.rehearsal.collectives import Call
+from trainfit.rehearsal.operator_cost import Bound
+
+SHELL = "model"  # the owner of what belongs to no block
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """A storage is born (num_bytes > 0) or dies (num_bytes < 0).
 
     requested: what was asked for, before rounding. stream: where it was asked for; 0 is the one that computes.
-    place: the block that ran. seconds: since the step began.
+    place: the block that ran. seconds: since the step began, once a clock has gone through all.
+    owner: whose data it is where that is not the block that ran: before the step, and in the update.
     """
 
     storage: int
@@ -32,11 +38,34 @@ class Event:
     stream: int = 0
     place: str = ""
     seconds: float = 0.0
+    owner: str = ""
 
     @property
     def where(self) -> str:
         """Such as "block 31, aten::mul"."""
         return f"{self.place}, {self.operator}" if self.place else self.operator
+
+
+@dataclass(slots=True)
+class Work:
+    """An operator runs, or a collective is called.
+
+    touched: storages for which it may have to wait, where collectives run. flops: of those that the model asks for.
+    place, owner: as an event's.
+    """
+
+    phase: Phase
+    operator: str
+    seconds: float
+    bound: Bound
+    flops: float = 0.0
+    touched: tuple[int, ...] = ()
+    call: Call | None = None
+    place: str = ""
+    owner: str = ""
+
+
+Entry = Event | Work
 
 
 @dataclass
@@ -48,26 +77,31 @@ class Peak:
     position: int = -1
 
 
-def in_place_additions(events: list[Event]) -> list[Event]:
+def in_place_additions(log: Sequence[Entry]) -> list[Entry]:
     """Let a sum take the place of the addend that dies with it. See NOTE [ Fake gradients are added in place ]."""
-    ordered = list(events)
-    for index, event in enumerate(ordered):
-        if event.in_place_of is None:
+    ordered = list(log)
+    for index, entry in enumerate(ordered):
+        if isinstance(entry, Work) or entry.in_place_of is None:
             continue
         for later in range(index + 1, len(ordered)):
-            if ordered[later].num_bytes > 0:
+            other = ordered[later]
+            if isinstance(other, Work):
+                continue
+            if other.num_bytes > 0:
                 break
-            if ordered[later].storage == event.in_place_of:
-                ordered[index : later + 1] = [ordered[later], *ordered[index:later]]
+            if other.storage == entry.in_place_of:
+                ordered[index : later + 1] = [other, *ordered[index:later]]
                 break
     return ordered
 
 
-def replay(events: list[Event]) -> tuple[dict[Phase, int], Peak]:
+def replay(log: Sequence[Entry]) -> tuple[dict[Phase, int], Peak]:
     """The most that was live within each phase, its beginning included, and in all."""
     phases: dict[Phase, int] = {}
     live, peak = 0, Peak()
-    for position, event in enumerate(events):
+    for position, event in enumerate(log):
+        if isinstance(event, Work):
+            continue
         before, live = live, live + event.num_bytes
         phases[event.phase] = max(phases.get(event.phase, 0), before, live)
         if live > peak.total:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 
 from trainfit.hardware.calibration import Calibration
+from trainfit.hardware.microbenchmarks import NEAR_BYTES
+from trainfit.hardware.overheads import part_of_step, touched_bytes
 from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.profile import Precision
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.flops import ATTENTION, kernel_flops
 from trainfit.rehearsal.traffic import tensors_of, traffic_bytes
+from trainfit.techniques.recompute import running_tier
 
 # Which of a device's figures decides how long something takes.
 Bound = Literal["arithmetic", "attention", "memory", "launch", "calibration", "link", "network", "host"]
@@ -28,6 +32,41 @@ class OperatorTime(NamedTuple):
 NOTHING = OperatorTime(0.0, "launch")
 
 ADAMW_BYTES = 28  # that an fp32 update moves for a parameter: weight, two moments read and written, gradient read
+
+
+class _Memory:
+    """What the latest operators touched: bytes in the mean, and how long ago each storage was among it.
+
+    Python and the dispatcher come back to the same code after some tens of operators, about a block's: as many count.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque([0] * _LATEST, maxlen=_LATEST)
+        self._sum = self._total = 0
+        self._touched: dict[int, int] = {}  # by storage: all bytes that had been touched by then
+
+    def mean_with(self, num_bytes: int) -> float:
+        """Bytes an operator, with one more that touched so many."""
+        self._sum += num_bytes - self._latest[0]
+        self._latest.append(num_bytes)
+        return self._sum / _LATEST
+
+    def are_near(self, operands: Sequence[Tensor]) -> bool:
+        """Whether all of some size were touched a few bytes ago."""
+        largest = max((tensor.nbytes for tensor in operands), default=0)
+        large = [tensor for tensor in operands if 4 * tensor.nbytes >= largest]
+        ages = [self._total - self._touched.get(tensor.untyped_storage()._cdata, -_FAR) for tensor in large]
+        return bool(ages) and max(ages) <= _NEAR_BYTES
+
+    def touches(self, tensors: Sequence[Tensor], num_bytes: int) -> None:
+        self._total += num_bytes
+        for tensor in tensors:
+            self._touched[tensor.untyped_storage()._cdata] = self._total
+
+
+_LATEST = 64
+_NEAR_BYTES = 4 * NEAR_BYTES  # two operands and an output of a calibration, and what comes between them
+_FAR = 2**62
 
 
 @dataclass(frozen=True)
@@ -48,7 +87,8 @@ class OperatorCost:
     host_bytes_per_second: float = 50e9
     calibration: Calibration | None = None
     runs_ahead: bool = True
-    _known: dict[Any, OperatorTime] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Any, tuple[OperatorTime, int]] = field(default_factory=dict, repr=False, compare=False)
+    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     @property
     def memory_rate(self) -> float:
@@ -60,24 +100,41 @@ class OperatorCost:
         return self.time(func, args, kwargs, output).seconds
 
     def time(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OperatorTime:
-        """Of one call. The same shapes are looked at once."""
-        in_backward = computes_gradients()
-        key = (func, in_backward, _signature(args), _signature(tuple(kwargs.items())))
-        if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._time(func, args, kwargs, output, in_backward)
-        return known
-
-    def _time(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, in_backward: bool
-    ) -> OperatorTime:
+        """Of one call, after those before it. The same shapes are looked at once."""
         free = func.is_view or func._schema.name in _FREE
-        if self.calibration is not None:
-            around = self.calibration.per_operator["backward" if in_backward else "forward"]
-            if free:
-                return OperatorTime(0.0 if self.runs_ahead else around, "calibration")
-            kernel = CalibratedKernels(self.calibration).seconds(func, args, kwargs, output)
-            return OperatorTime(max(kernel, around) if self.runs_ahead else kernel + around, "calibration")
-        return NOTHING if free else self._roofline(func, args, kwargs, output)
+        near = not free and self._finds_near(func, args)
+        key = (func, near, _signature(args), _signature(tuple(kwargs.items())))
+        if (known := self._known.get(key)) is None:
+            time = NOTHING if free else self._kernel(func, args, kwargs, output, near)
+            known = self._known[key] = time, 0 if free else touched_bytes(func, args, kwargs, output)
+        time, touched = known
+        if self.calibration is None:
+            return time
+        if self.runs_ahead:  # kernels do not displace what the host has in its caches
+            around = 0.0 if free else self.calibration.around(_part(), 0.0)
+            return OperatorTime(max(time.seconds, around), "calibration")
+        if not free:
+            self._memory.touches([*tensors_of(args), *tensors_of(output)], touched)
+        around = self.calibration.around(_part(), self._memory.mean_with(touched))
+        return OperatorTime(time.seconds + around, "calibration")
+
+    def _finds_near(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether what an operator reads and writes is still in the near caches.
+
+        Outputs are, where memory is given back soon and taken again: outside of autograd, which keeps it for backward.
+        """
+        if self.calibration is None or self.runs_ahead or part_of_step() != "no_grad":
+            return False
+        return self._memory.are_near(tensors_of(args))
+
+    def _kernel(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, near: bool
+    ) -> OperatorTime:
+        if self.calibration is None:
+            return self._roofline(func, args, kwargs, output)
+        return OperatorTime(
+            CalibratedKernels(self.calibration, near).seconds(func, args, kwargs, output), "calibration"
+        )
 
     def _roofline(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OperatorTime:
         memory = traffic_bytes(func, args, kwargs, output) / self.bytes_per_second
@@ -102,19 +159,25 @@ class OperatorCost:
             rate = ADAMW_BYTES * elements / table.at(elements)
         else:
             rate = self.host_bytes_per_second
-        host = replace(self, bytes_per_second=rate, launch_seconds=0.0, calibration=None, _known={})
+        host = replace(self, bytes_per_second=rate, launch_seconds=0.0, calibration=None, _known={}, _memory=_Memory())
         seconds = 0.0 if func.is_view else host._roofline(func, args, kwargs, output).seconds
         return OperatorTime(seconds, "host")
 
 
-def computes_gradients() -> bool:
-    """Whether autograd's engine is running, and not a recompute inside of it."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-
-
 def is_recompute() -> bool:
     """Whether a forward runs again within autograd's engine."""
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+    return part_of_step() == "recompute"
+
+
+# What a tier does that is not measured is most like what these do.
+_LIKE: Mapping[str, str] = {"selective": "pointwise", "recompute_core": "full"}
+
+
+def _part() -> str:
+    """Which of a calibration's overheads an operator has that is dispatched now."""
+    part = part_of_step()
+    tier = running_tier() if part in ("forward", "recompute") else None
+    return part if tier is None else f"{part}.{_LIKE.get(tier, tier)}"
 
 
 def _signature(tree: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,23 +16,21 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from trainfit.errors import ModelError, RecipeError, TrainfitError
 from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
-from trainfit.hardware.allocator import COLLECTING_FRACTION
 from trainfit.hardware.ranks import fake_process_group
-from trainfit.hardware.runtime import allocation_padding_of, distributed_backend_of, rehearsed
-from trainfit.profile import AllocatorSettings, Mesh, Phase, Profile, Reserved
-from trainfit.rehearsal.allocator import DeviceFullError
-from trainfit.rehearsal.certainty import with_certainty
-from trainfit.rehearsal.events import Event, in_place_additions
-from trainfit.rehearsal.links import Links
+from trainfit.hardware.runtime import distributed_backend_of, rehearsed
+from trainfit.profile import Category, Mesh, Phase, Profile
+from trainfit.rehearsal.events import SHELL
 from trainfit.rehearsal.operator_cost import OperatorCost
 from trainfit.rehearsal.operators import FakeKernels
-from trainfit.rehearsal.replay import reserved_memory
-from trainfit.rehearsal.timeline import StepClock
+from trainfit.rehearsal.shorten import shortened
+from trainfit.rehearsal.splice import Cut, NotAlikeError, cut_of
 from trainfit.rehearsal.tracker import StorageTracker
+from trainfit.rehearsal.watched import Watched
 from trainfit.rehearsal.whereabouts import places_of
 from trainfit.rehearsal.workspaces import library_bytes
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.techniques.optimizer import states_on_device
+from trainfit.techniques.pipeline_cut import divide
 from trainfit.workload import Workload
 from trainfit.workload.batch import MicroBatch
 
@@ -45,37 +43,65 @@ def rehearse(
     rank: int = 0,
     max_grad_norm: float | None = 1.0,
     micro_batches: Sequence[MicroBatch] | None = None,
+    allowed_bytes: int | None = None,
 ) -> Profile:
     """Bytes and seconds of one optimizer step on one rank, from the step itself.
 
     By default every micro batch is full: (micro_batch_size, seq_len). Of a full window not all run, see
     NOTE [ Micro batches that wait ]. micro_batches, of any shapes, all run. Optimizer states exist from the start, so
-    the first step is like any other. Raises DeviceError for a precision that the device lacks and for several ranks in
-    a process that is one already, RecipeError for tiers that are not as many as blocks and for a rank that is not
-    there.
+    the first step is like any other. allowed_bytes: see Watched.profile.
+    Raises DeviceError for a precision that the device lacks and for several ranks in a process that is one already,
+    RecipeError for tiers that are not as many as blocks and for a rank that is not there.
     """
     hardware.require(strategy.precision)
     if not 0 <= rank < strategy.mesh.size:
         raise RecipeError(
             f"rank {rank} of {strategy.mesh.size} is not there; give one from 0 to {strategy.mesh.size - 1}"
         )
-    with fake_ranks(strategy.mesh, rank, hardware) as ranks, fake_tensors():
-        device = rehearsed(hardware.spec.kind)
-        step = build_step(workload, strategy, device, max_grad_norm=max_grad_norm, ranks=ranks)
-        if workload.make_optimizer is not None:  # its states come with its first step
-            with FakeKernels(), model_errors():
-                step(
-                    micro_batches or [full_micro_batch(workload, strategy) for _ in range(strategy.accumulation_steps)]
-                )
-        if micro_batches is not None:
-            return watch_step(step, micro_batches, hardware, late_states=workload.make_optimizer is not None)
-        return _watch_full_window(step, workload, hardware)
+
+    def rehearsed_of(model: Workload, shallow: Strategy, cut: Cut | None) -> Profile:
+        with fake_ranks(strategy.mesh, rank, hardware) as ranks, fake_tensors():
+            device = rehearsed(hardware.spec.kind)
+            step = build_step(model, shallow, device, max_grad_norm=max_grad_norm, ranks=ranks)
+            if workload.make_optimizer is not None:  # its states come with its first step
+                with FakeKernels(), model_errors():
+                    step(micro_batches or _full_window(model, strategy, strategy.accumulation_steps))
+            if micro_batches is not None:
+                watched = watch_step(step, micro_batches, hardware, cut=cut)
+            else:
+                watched = _watch_full_window(step, model, hardware, cut)
+        late = workload.make_optimizer is not None
+        return watched.profile(hardware, late_states=late, allowed_bytes=allowed_bytes)
+
+    for cut in cuts_of(workload, strategy, rank):
+        short = shortened(workload, cut.kept)
+        assert short is not None
+        try:
+            return rehearsed_of(short, replace(strategy, tiers=tuple(strategy.tiers[at] for at in cut.kept)), cut)
+        except NotAlikeError:
+            pass  # more blocks then, at the price of time
+    return rehearsed_of(workload, strategy, None)
 
 
-def block_passes(strategy: Strategy) -> int:
-    """What a rehearsal of the ranks that are judged takes, in runs of a micro batch through a block."""
-    stages = strategy.mesh.pipeline
-    return -(-len(strategy.tiers) // stages) * _running(strategy) * min(2, stages)
+def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
+    """Which blocks may be enough, the fewest first; none where all have to run. See NOTE [ Splicing ].
+
+    Whatever looks at all blocks together in ways that the tracker does not know is rehearsed whole: an optimizer of the
+    workload's own, a loss scale for each block, several stages on a rank.
+    """
+    scales = strategy.loss_scale is not None and strategy.loss_scale.per_block
+    anatomy, mesh = workload.anatomy(), strategy.mesh
+    if workload.make_optimizer is not None or scales or strategy.pipeline.stages_per_rank > 1:
+        return
+    if anatomy.block_list is None or len(strategy.tiers) != len(anatomy.blocks):
+        return  # the latter is an error, and said when the step is made
+    stages = [part.blocks for part in divide(len(anatomy.blocks), mesh.pipeline)]
+    own = rank // (mesh.size // mesh.pipeline)
+    # The first block of a model is given sequences that are split already, and shifts what it hands on.
+    near = max(1, strategy.zero.prefetch if mesh.data > 1 else 1) + strategy.tensor.sequence
+    for reach in (near, near + 1):
+        if (cut := cut_of(list(zip(anatomy.structures, strategy.tiers)), stages, own, reach)) is not None:
+            yield cut
 
 
 def _running(strategy: Strategy) -> int:
@@ -94,7 +120,7 @@ def _as_many_as_fit(strategy: Strategy, least: int) -> int:
     return next(number for number in range(least, 10**9) if strategy.pipeline.fits(number, strategy.mesh.pipeline))
 
 
-def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) -> Profile:
+def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware, cut: Cut | None) -> Watched:
     """NOTE [ Micro batches that wait ]
 
     A single process runs the last micro batch, on gradients that the others have left: no earlier one needs as much,
@@ -107,49 +133,28 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware) 
     """
     strategy = step.strategy
     steps = strategy.accumulation_steps
-    late = workload.make_optimizer is not None
     if strategy.mesh.size == 1:
         if steps > 1:
             for parameter in step.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        return watch_step(step, [full_micro_batch(workload, strategy)], hardware, waiting=steps - 1, late_states=late)
-    in_turns = strategy.mesh.pipeline > 1
+        return watch_step(step, _full_window(workload, strategy, 1), hardware, waiting=steps - 1, cut=cut)
     running = _running(strategy)
-    batches = [full_micro_batch(workload, strategy) for _ in range(running)]
+    batches = _full_window(workload, strategy, running)
     with FakeKernels(), model_errors():
-        _set_up(step, batches if in_turns else [])  # a schedule greets its neighbours when it is new
-    like = min(1, running - 1)
-    profile = watch_step(step, batches, hardware, waiting=steps - running, like=like, late_states=late)
-    return _with_turns(profile, strategy) if in_turns else profile
+        _set_up(step)
+    return watch_step(step, batches, hardware, waiting=steps - running, like=min(1, running - 1), cut=cut)
 
 
-def _with_turns(profile: Profile, strategy: Strategy) -> Profile:
-    """With the time that a stage waits for others, which are taken to be as slow as this one.
-
-    The first micro batch has to come through all stages, and the last back: (stages - 1) / (micro batches) of what its
-    own take, a v-th of it with v stages on a rank.
-    """
-    waits = (strategy.mesh.pipeline - 1) / (strategy.accumulation_steps * strategy.pipeline.stages_per_rank)
-    phases = {
-        phase: seconds * (1 + waits) if phase in ("forward", "loss", "backward") else seconds
-        for phase, seconds in profile.phase_seconds.items()
-    }
-    return profile.with_phase_seconds(phases)
-
-
-def _set_up(step: TrainStep, batches: Sequence[MicroBatch]) -> None:
+def _set_up(step: TrainStep) -> None:
     """What the first step makes and later ones find there.
 
-    FSDP's buffers for gathered parameters, and on fake tensors its shards' padding once more; the buffers of pipeline
-    stages, for which the batches have to run.
+    FSDP's buffers for gathered parameters, and on fake tensors its shards' padding once more.
     """
     for module in step.root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
-    if batches:
-        step(batches)
 
 
 @contextmanager
@@ -190,6 +195,10 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
+def _full_window(workload: Workload, strategy: Strategy, count: int) -> list[MicroBatch]:
+    return [full_micro_batch(workload, strategy) for _ in range(count)]
+
+
 def full_micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
     """A micro batch without padding, zeros for tokens."""
     ids = torch.zeros(strategy.micro_batch_size, workload.seq_len, dtype=torch.long)
@@ -203,19 +212,26 @@ def watch_step(
     *,
     waiting: int = 0,
     like: int = 0,
-    late_states: bool = False,
-) -> Profile:
-    """Run one step under a tracker.
+    cut: Cut | None = None,
+) -> Watched:
+    """Run one step under a tracker. cut: where the step's model is only some blocks of another."""
+    tracker = new_tracker(hardware, cut)
+    places = places_of(step.model, step.anatomy)
+    owners = {id(t): place for place, block in places.items() for t in (*block.parameters(), *block.buffers())}
 
-    waiting: micro batches that do not run, but take memory, and time as batch number `like` does. late_states: whether
-    a run's optimizer makes its states in its first update, in what forward and backward left behind.
-    """
-    tracker = new_tracker(hardware)
-    tracker.register(resident_parameters(step), "parameters")
-    tracker.register(optimizer_states(step), "optimizer")
+    def register(tensors: Iterable[tuple[Tensor, object]], category: Category) -> None:
+        """Each with the parameter or buffer that it belongs to."""
+        for tensor, owner in tensors:
+            tracker.register([tensor], category, owners.get(id(owner), SHELL))
+
+    def register_gradients() -> None:
+        register(((p.grad, p) for p in step.model.parameters() if p.grad is not None), "gradients")
+
+    register(((tensor, tensor) for tensor in resident_parameters(step)), "parameters")
+    register(_owned_states(step), "optimizer")
     for size in library_bytes(hardware.spec):
         tracker.hold(size, "temporary")
-    tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
+    register_gradients()
     # On a CPU the whole window is there; a device is sent one micro batch at a time.
     on_host = hardware.is_host
     sent = [tensor for batch in (batches if on_host else batches[:1]) for tensor in (batch.inputs, batch.labels)]
@@ -226,42 +242,20 @@ def watch_step(
     def observe(phase: Phase) -> None:
         # Gradients are complete before the optimizer runs, and known to be gradients only then.
         if phase in ("optimizer", "forward"):
-            tracker.register((p.grad for p in step.model.parameters() if p.grad is not None), "gradients")
+            register_gradients()
         tracker.observe(phase)
 
     step.observer = observe
-    with tracker, tracker.whereabouts.watching(places_of(step.model, step.anatomy)), model_errors():
+    with tracker, tracker.whereabouts.watching(places), model_errors():
         step(batches)
-    strategy = step.strategy
-    follow_all = strategy.mesh.pipeline > 1  # several micro batches are under way
-    profile = tracker.profile(rank=step.ranks.rank, waiting=waiting, like=like, follow_all=follow_all)
     ids = sum(batch.inputs.numel() for batch in batches) + waiting * batches[0].inputs.numel()
-    total = tracker.clock.total(waiting=waiting, like=like)
-    tokens = ids * strategy.mesh.data
-    profile = with_certainty(profile, total, hardware.spec, strategy.precision, tokens=tokens)
-    if on_host:
-        return profile
-    late = tracker.storages("optimizer") if late_states else frozenset()
-    events, settings = in_place_additions(tracker.events), strategy.allocator
-    reserved, expandable = _reserved(events, settings, hardware, late), None
-    if not settings.expandable_segments:
-        expandable = _reserved(events, replace(settings, expandable_segments=True), hardware, late)
-    return replace(profile, reserved_bytes=reserved.reserved_bytes, reserved=reserved, expandable=expandable)
+    return Watched(tracker.record, step.strategy, step.ranks.rank, ids, waiting, like, cut)
 
 
-def _reserved(
-    events: Sequence[Event], settings: AllocatorSettings, hardware: Hardware, late: frozenset[int]
-) -> Reserved:
-    """What the device's allocator holds. Garbage is collected by what the device has; any other limit would hide how
-    much too large a step is."""
-    padding = allocation_padding_of(hardware.spec.kind)
-    if settings.garbage_collection_threshold:
-        limit = int(COLLECTING_FRACTION * hardware.total_bytes)
-        try:
-            return reserved_memory(events, settings, padding=padding, limit_bytes=limit, late=late)
-        except DeviceFullError:
-            pass  # it does not fit, and by how much is seen without a limit
-    return reserved_memory(events, settings, padding=padding, late=late)
+def _owned_states(step: TrainStep) -> Iterator[tuple[Tensor, object]]:
+    """What the optimizer and loss scaling keep on the device, with the parameter that it belongs to."""
+    owners = {id(value): parameter for parameter, state in step.optimizer.state.items() for value in state.values()}
+    return ((tensor, owners.get(id(tensor))) for tensor in optimizer_states(step))
 
 
 @contextmanager
@@ -279,15 +273,14 @@ def model_errors() -> Iterator[None]:
         ) from error
 
 
-def new_tracker(hardware: Hardware) -> StorageTracker:
+def new_tracker(hardware: Hardware, cut: Cut | None = None) -> StorageTracker:
     """A tracker that rounds, costs and looks into operators as the device does."""
     spec = hardware.spec
-    on_host = spec.kind == "cpu"
     return StorageTracker(
         rounding=spec.allocation_granularity,
         cost=operator_cost(hardware),
         kind=spec.kind,
-        clock=StepClock(links=Links.of(spec), overlaps=not on_host),
+        times={} if cut is None else cut.times,
     )
 
 

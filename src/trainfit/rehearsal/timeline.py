@@ -14,10 +14,11 @@ All that computation waits is exposed. A CPU has one stream for both: there ever
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from trainfit.profile import PHASES, Phase
 from trainfit.rehearsal.collectives import Call
+from trainfit.rehearsal.events import Entry, Event
 from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import Bound
 
@@ -111,37 +112,33 @@ class StepClock:
         self._timeline = Timeline(overlaps)
         self._waits_for: Bound = "link"  # what the collectives that are under way are bound by
 
-    def enters(self, phase: Phase, previous: Phase) -> None:
-        """The step's phase changes."""
-        if phase == previous or phase not in ("forward", "optimizer"):
+    def plays(self, log: Iterable[Entry]) -> None:
+        """Go through a step; its events are told their seconds."""
+        phase: Phase = "forward"
+        for entry in log:
+            if entry.phase != phase:
+                self._enters(entry.phase, phase)
+                phase = entry.phase
+            if isinstance(entry, Event):
+                entry.seconds = self._timeline.compute
+            elif entry.call is not None:
+                self._communicates(phase, entry.operator, entry.call, entry.touched)
+            else:
+                self._wait(phase, self._timeline.runs(entry.operator, entry.touched, entry.seconds))
+                tally = self.tallies[-1]
+                tally.seconds[phase] += entry.seconds
+                tally.add(entry.bound, entry.seconds)
+                tally.model_flops += entry.flops
+
+    def _enters(self, phase: Phase, previous: Phase) -> None:
+        if phase not in ("forward", "optimizer"):
             return
         if phase == "optimizer":
             self._wait(previous, self._timeline.finish())
         self.tallies.append(Tally())
 
-    @property
-    def now(self) -> float:
-        """Seconds of all that has run, as the device computes."""
-        return self._timeline.compute
-
-    @property
-    def watches(self) -> bool:
-        """Whether some operator may have to wait for what it touches."""
-        return bool(self._timeline._needed)
-
-    def runs(
-        self, phase: Phase, operator: str, storages: Iterable[int], seconds: float, bound: Bound = "memory"
-    ) -> None:
-        self._wait(phase, self._timeline.runs(operator, storages, seconds))
-        self.tallies[-1].seconds[phase] += seconds
-        self.tallies[-1].add(bound, seconds)
-
-    def computes(self, model_flops: float) -> None:
-        """Arithmetic that the model asks for."""
-        self.tallies[-1].model_flops += model_flops
-
-    def communicates(self, phase: Phase, operator: str, call: Call, storages: Iterable[int]) -> None:
-        self.tallies[-1].calls.append(replace(call, tensors=()))
+    def _communicates(self, phase: Phase, operator: str, call: Call, storages: Iterable[int]) -> None:
+        self.tallies[-1].calls.append(call)
         if self.links is None:
             return
         self._waits_for = self.links.bound(call.group_size, call.ranks)

@@ -78,30 +78,6 @@ class ModelFacts:
     can_chunk: bool
     embedding_bytes: int = 0
     head_bytes: int = 0
-    bytes_by_block: tuple[int, ...] = ()
-    trained_by_block: tuple[int, ...] = ()
-
-    def shortened(self, kept: Sequence[int]) -> ModelFacts:
-        """With some of the blocks only; what the optimizer has goes with the number of parameters that train."""
-        assert len(self.bytes_by_block) == len(self.structures)
-        dropped = sorted(set(range(len(self.structures))) - set(kept))
-        gone = sum(self.bytes_by_block[block] for block in dropped)
-        trained = self.num_trained - sum(self.trained_by_block[block] for block in dropped)
-        share = trained / max(1, self.num_trained)
-        return replace(
-            self,
-            structures=tuple(self.structures[block] for block in kept),
-            num_trained=trained,
-            parameter_bytes=self.parameter_bytes - gone,
-            block_bytes=self.block_bytes - gone,
-            largest_block_bytes=max(self.bytes_by_block[block] for block in kept),
-            optimizer_bytes=int(self.optimizer_bytes * share),
-            gradient_bytes=int(self.gradient_bytes * share),
-            update_peak_bytes=int(self.update_peak_bytes * share),
-            optimizer_seconds=self.optimizer_seconds * share,
-            bytes_by_block=tuple(self.bytes_by_block[block] for block in kept),
-            trained_by_block=tuple(self.trained_by_block[block] for block in kept),
-        )
 
 
 class Tracer:
@@ -247,10 +223,6 @@ class Tracer:
             can_chunk=not isinstance(build.split, str),
             embedding_bytes=self._bytes_of(build.anatomy.embedding),
             head_bytes=self._bytes_of(build.anatomy.head),
-            bytes_by_block=tuple(blocks),
-            trained_by_block=tuple(
-                sum(p.numel() for p in block.parameters() if p.requires_grad) for block in build.blocks
-            ),
         )
 
     def _bytes_of(self, name: str | None) -> int:
@@ -380,12 +352,11 @@ class Tracer:
             after_forward = tracker.live_bytes()
             end = _GradientSource.apply(output)  # type: ignore[no-untyped-call]
             del output
-            before_backward = tracker.live_bytes()
-            tracker.events.clear()
+            before_backward, middle = tracker.live_bytes(), len(tracker.log)
             tracker.phase = "backward"
             if end.requires_grad:
                 end.backward()
-            backward_peak = tracker.peak_bytes(start=before_backward)
+            backward_peak = tracker.peak_bytes(since=middle)
         gradients = self._left_by(self._build.model.parameters())
         return BlockTrace(
             saved_bytes=after_forward - start,

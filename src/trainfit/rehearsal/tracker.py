@@ -15,9 +15,9 @@ in, gathering and reducing as on any device. So the current one says where a dev
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,19 +30,20 @@ from torch.utils._pytree import tree_leaves
 
 from trainfit.hardware import Kind
 from trainfit.hardware.host_scope import is_on_host
-from trainfit.profile import CATEGORIES, Category, Moment, Phase, Profile
-from trainfit.rehearsal.collectives import call_of, tally
-from trainfit.rehearsal.course import course_of, last_forward
-from trainfit.rehearsal.events import Event, in_place_additions, replay
+from trainfit.profile import Category, Phase, Profile
+from trainfit.rehearsal.collectives import call_of
+from trainfit.rehearsal.events import SHELL, Entry, Event, Work, in_place_additions, replay
 from trainfit.rehearsal.flops import model_flops
 from trainfit.rehearsal.operator_cost import OperatorCost, is_recompute
 from trainfit.rehearsal.operators import fake_result, is_unknown_number, leaves_to_its_handler
+from trainfit.rehearsal.record import StepRecord
+from trainfit.rehearsal.replay import START
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.whereabouts import Whereabouts
 from trainfit.rehearsal.workspaces import FUSED, Sizes, kept_bytes, scratch_sizes
 
-_START = "start"
 _ADD = torch.ops.aten.add.Tensor
+_JOINS = frozenset({torch.ops.aten.stack.default, torch.ops.aten.cat.default})
 _DEVICE = torch.ops.prim.device.default
 _NAMES_BY_USE: Mapping[str, tuple[tuple[int | str, Category], ...]] = {
     "fsdp::all_gather_copy_in": ((1, "communication"),),
@@ -59,24 +60,26 @@ class StorageTracker(TorchDispatchMode):
     rounding: bytes to which the device's allocator rounds (1 on a CPU).
     cost: seconds that an operator should take, or None to count none.
     kind: whose kernels run, see workspaces.py.
-    clock: what time and collectives are told to.
     whereabouts: what knows the block that runs.
+    times: by block, of how many alike it is the only one that runs; see NOTE [ Splicing ] in splice.py.
     """
 
     rounding: int = 1
     cost: OperatorCost | None = None
     kind: Kind = "cpu"
-    clock: StepClock = field(default_factory=StepClock)
     whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    times: Mapping[str, int] = field(default_factory=dict)
     phase: Phase = "forward"
-    events: list[Event] = field(default_factory=list)
+    record: StepRecord = field(default_factory=StepRecord)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, int, weakref.ref[Any] | None]] = {}
-        self._names: dict[int, Category] = {}
+        self._owners: dict[int, str] = {}  # by storage: the block that made it, or whose data it was made from
+        self._owner_now = SHELL  # in the update: whose data was last computed on
+        self._talks = False  # whether there was a collective
         self._next = 0
-        self._operator = _START
+        self._operator = START
         self._looks_away = False
         self._streams: dict[int, tuple[int, Any]] = {}  # by id: number, and the stream itself, to keep the id its own
         self._more: dict[int, int] = {}  # by storage: what the device keeps more than it holds
@@ -112,22 +115,27 @@ class StorageTracker(TorchDispatchMode):
         return resize_
 
     @property
+    def log(self) -> list[Entry]:
+        return self.record.log
+
+    @property
     def seconds(self) -> dict[Phase, float]:
         """By phase, of all that has run."""
-        return self.clock.total().seconds
+        clock = StepClock()
+        clock.plays(self.log)
+        return clock.total().seconds
 
     def observe(self, phase: Phase) -> None:
         """The step's observer: from here on another phase runs."""
-        self.clock.enters(phase, self.phase)
         self.phase = phase
         self.whereabouts.place = ""
 
-    def register(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Name what is live already, or what a storage turned out to be."""
+    def register(self, tensors: Iterable[Tensor], category: Category, owner: str = SHELL) -> None:
+        """Name what is live already, or what a storage turned out to be. owner: the block whose it is."""
         for tensor in tensors:
-            self._names[self._track(local_tensor(tensor).untyped_storage())] = category
+            self.record.names[self._track(local_tensor(tensor).untyped_storage(), owner=owner)] = category
 
-    def _track(self, storage: torch.UntypedStorage, in_place_of: int | None = None) -> int:
+    def _track(self, storage: torch.UntypedStorage, in_place_of: int | None = None, owner: str = "") -> int:
         key = storage._cdata
         requested = storage.nbytes() + self._more.get(key, 0)
         num_bytes = -(-requested // self.rounding) * self.rounding
@@ -136,14 +144,14 @@ class StorageTracker(TorchDispatchMode):
             former, before, reference = self._live[key]
             if num_bytes == before:
                 return former
-            self._happens(former, -before)  # resized in place
-            if (name := self._names.get(former)) is not None:
-                self._names[identity] = name
+            self._happens(former, -before, owner=self._owner_if_late(former))  # resized in place
+            if (name := self.record.names.get(former)) is not None:
+                self.record.names[identity] = name
         else:
             reference = weakref.ref(storage, self._dies(key))
         self._next += 1
         self._live[key] = identity, num_bytes, reference
-        self._happens(identity, num_bytes, in_place_of, requested, self._stream())
+        self._happens(identity, num_bytes, in_place_of, requested, self._stream(), owner)
         return identity
 
     def _stream(self) -> int:
@@ -161,19 +169,26 @@ class StorageTracker(TorchDispatchMode):
         in_place_of: int | None = None,
         requested: int = 0,
         stream: int = 0,
+        owner: str = "",
     ) -> None:
-        where, now = self.whereabouts.place, self.clock.now
-        self.events.append(
-            Event(storage, num_bytes, self.phase, self._operator, in_place_of, requested, stream, where, now)
+        where = self.whereabouts.place
+        if num_bytes > 0:
+            self._owners[storage] = owner or where
+        self.log.append(
+            Event(storage, num_bytes, self.phase, self._operator, in_place_of, requested, stream, where, owner=owner)
         )
 
     def _dies(self, key: int) -> Callable[[Any], None]:
         def callback(_: Any) -> None:
             identity, num_bytes, _reference = self._live.pop(key)
             self._more.pop(key, None)
-            self._happens(identity, -num_bytes)
+            self._happens(identity, -num_bytes, owner=self._owner_if_late(identity))
 
         return callback
+
+    def _owner_if_late(self, storage: int) -> str:
+        """In the update, whose a storage is that dies after an operator over all blocks; else what runs says enough."""
+        return (self._owners[storage] or SHELL) if self.phase == "optimizer" and self._owner_now == SHELL else ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -195,22 +210,70 @@ class StorageTracker(TorchDispatchMode):
         in_place_of = self._accumulates_into(func, args)
         if more := kept_bytes(self.kind, func, output):
             self._more[output[1].untyped_storage()._cdata] = more
-        for leaf in output if isinstance(output, list | tuple) else (output,):
+        owners = self._owners_of(args) if self.phase == "optimizer" else [""]
+        if len(owners) > 1 and func in _JOINS:
+            self._more[output.untyped_storage()._cdata] = self._left_out(args[0], owners)
+        self._made(output, in_place_of, owners)
+        self._name_by_use(args, kwargs)
+        owner = owners[0] if len(owners) == 1 else SHELL
+        if sizes := scratch_sizes(self.kind, func, args):
+            self._passing(sizes, owner)
+        self._takes_time(func, self._all(args, owners), kwargs, self._all((output,), owners)[0], owner)
+        return output
+
+    def _made(self, output: Any, in_place_of: int | None, owners: Sequence[str]) -> None:
+        """Outputs are born. owners: of each, or of the only one."""
+        leaves = list(output) if isinstance(output, list | tuple) else [output]
+        if len(owners) != len(leaves):
+            owners = [owners[0] if len(owners) == 1 else SHELL] * len(leaves)
+        for leaf, owner in zip(leaves, owners):
             for tensor in leaf if isinstance(leaf, list | tuple) else (leaf,):
                 if isinstance(tensor, Tensor):
-                    self._track(tensor.untyped_storage(), in_place_of)
-        self._name_by_use(args, kwargs)
-        if sizes := scratch_sizes(self.kind, func, args):
-            self._passing(sizes)
-        self._takes_time(func, args, kwargs, output)
-        return output
+                    self._track(tensor.untyped_storage(), in_place_of, owner)
+
+    def _owners_of(self, args: tuple[Any, ...]) -> list[str]:
+        """Whose data an operator of the update computes on: of each tensor of its list, or of all that it is given.
+
+        Where it is nobody's, such as random bits', it is for what ran before.
+        """
+        listed = args[0] if args and isinstance(args[0], list | tuple) else ()
+        known = [owner for tensor in _tensors(listed or args) if (owner := self._owner(tensor))]
+        if listed and len(set(known)) > 1:
+            owners = [self._owner(tensor) or SHELL for tensor in listed]
+        else:
+            owners = [next((owner for owner in known if owner != SHELL), known[0] if known else self._owner_now)]
+        self._owner_now = owners[0] if len(owners) == 1 else SHELL
+        return owners
+
+    def _owner(self, tensor: Tensor) -> str:
+        entry = self._live.get(local_tensor(tensor).untyped_storage()._cdata)
+        return "" if entry is None else self._owners[entry[0]] or SHELL  # "": in host memory
+
+    def _left_out(self, listed: Sequence[Tensor], owners: Sequence[str]) -> int:
+        """Bytes of the tensors of blocks that do not run, in a list."""
+        return sum((self.times.get(owner, 1) - 1) * tensor.nbytes for tensor, owner in zip(listed, owners))
+
+    def _all(self, args: tuple[Any, ...], owners: Sequence[str]) -> tuple[Any, ...]:
+        """With the tensors of blocks that do not run in the lists of an operator that takes all blocks' together."""
+        if len(owners) == 1 or not self.times:
+            return args
+        times = [self.times.get(owner, 1) for owner in owners]
+        return tuple(
+            [each for each, often in zip(listed, times) for _ in range(often)]
+            if isinstance(listed, list | tuple) and len(listed) == len(times)
+            else listed
+            for listed in args
+        )
 
     def _runs_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """It takes the device no bytes, but its time: it waits."""
         output = fake_result(func, args, kwargs)
+        owners = self._owners_of(args) if self.phase == "optimizer" else [""]
         if self.cost is not None:
             time = self.cost.on_host(func, args, kwargs, output)
-            self.clock.runs(self.phase, func._schema.name, (), time.seconds, time.bound)
+            where = self.whereabouts.place
+            name = func._schema.name
+            self.log.append(Work(self.phase, name, time.seconds, time.bound, place=where, owner=owners[0]))
         return output
 
     def _name_by_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -218,36 +281,42 @@ class StorageTracker(TorchDispatchMode):
         for argument, category in _NAMES_BY_USE.get(self._operator, ()):
             self.register(_tensors(kwargs[argument] if isinstance(argument, str) else args[argument]), category)
 
-    def _takes_time(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _takes_time(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, owner: str) -> None:
+        place = self.whereabouts.place
         if (call := call_of(func, args, output)) is not None:
-            storages = [self._track(tensor.untyped_storage()) for tensor in call.tensors]
+            storages = tuple(self._track(tensor.untyped_storage()) for tensor in call.tensors)
             for storage in storages:
-                self._names.setdefault(storage, "communication")
-            self.clock.communicates(self.phase, self._operator, call, storages)
+                self.record.names.setdefault(storage, "communication")
+            self._talks = True
+            call = replace(call, tensors=())
+            self.log.append(
+                Work(self.phase, self._operator, 0.0, "link", touched=storages, call=call, place=place, owner=owner)
+            )
         elif self.cost is not None:
             time = self.cost.time(func, args, kwargs, output)
-            touched: list[int] = []
-            if self.clock.watches and not func.is_view:
-                touched = [self._track(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))]
-            self.clock.runs(self.phase, self._operator, touched, time.seconds, time.bound)
-            if not is_recompute():
-                self.clock.computes(model_flops(func, args, kwargs, output))
+            touched: tuple[int, ...] = ()
+            if self._talks and not func.is_view:
+                touched = tuple(self._track(tensor.untyped_storage()) for tensor in _tensors((args, kwargs)))
+            flops = 0.0 if is_recompute() else model_flops(func, args, kwargs, output)
+            self.log.append(
+                Work(self.phase, self._operator, time.seconds, time.bound, flops, touched, None, place, owner)
+            )
 
-    def _passing(self, sizes: Sizes) -> None:
+    def _passing(self, sizes: Sizes, owner: str = "") -> None:
         """Memory that an operator takes and gives back."""
-        for storage, num_bytes in reversed([self._take(size) for size in sizes]):
-            self._happens(storage, -num_bytes)
+        for storage, num_bytes in reversed([self._take(size, owner) for size in sizes]):
+            self._happens(storage, -num_bytes, owner=owner)
 
-    def _take(self, size: int) -> tuple[int, int]:
+    def _take(self, size: int, owner: str = "") -> tuple[int, int]:
         storage, num_bytes = self._next, -(-size // self.rounding) * self.rounding
-        self._happens(storage, num_bytes, None, size, self._stream())
+        self._happens(storage, num_bytes, None, size, self._stream(), owner)
         self._next += 1
         return storage, num_bytes
 
     def hold(self, size: int, category: Category) -> None:
         """Count memory that no tensor shows and nothing frees."""
-        storage, num_bytes = self._take(size)
-        self._names[storage] = category
+        storage, num_bytes = self._take(size, SHELL)
+        self.record.names[storage] = category
         self._live[-1 - storage] = storage, num_bytes, None
 
     def _accumulates_into(self, func: Any, args: tuple[Any, ...]) -> int | None:
@@ -260,78 +329,21 @@ class StorageTracker(TorchDispatchMode):
         entry = self._live.get(first.untyped_storage()._cdata)
         return None if entry is None else entry[0]
 
-    def storages(self, category: Category) -> frozenset[int]:
-        """All that were ever named so."""
-        return frozenset(storage for storage, name in self._names.items() if name == category)
-
     def live_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes, _ in self._live.values())
 
-    def peak_bytes(self, *, start: int = 0) -> int:
-        """The most that was live since the events were last cleared; start is what was live then."""
-        return start + replay(in_place_additions(self.events))[1].total
+    def peak_bytes(self, *, since: int = 0) -> int:
+        """The most that was live from entry number `since` of the log on, all that was live then included."""
+        before = sum(entry.num_bytes for entry in self.log[:since] if isinstance(entry, Event))
+        return before + replay(in_place_additions(self.log[since:]))[1].total
 
     def peak_bytes_of(self, phase: Phase) -> int:
         """The most that was live within one phase; 0 if it never ran."""
-        return replay(in_place_additions(self.events))[0].get(phase, 0)
+        return replay(in_place_additions(self.log))[0].get(phase, 0)
 
-    def profile(self, *, rank: int = 0, waiting: int = 0, like: int = 0, follow_all: bool = False) -> Profile:
-        """What was seen since the tracker was made.
-
-        waiting: micro batches that did not run, but take the time and the collectives of micro batch number `like`.
-        follow_all: the timeline has all micro batches, and not only the last where the peak falls in it.
-        """
-        total = self.clock.total(waiting=waiting, like=like)
-        collectives = tally(total.calls, self.clock.links)
-        events = in_place_additions(self.events)
-        phases, peak = replay(events)
-        assert peak.event is not None
-        return Profile(
-            peak_bytes=peak.total,
-            peak_phase=peak.event.phase,
-            peak_place=peak.event.where,
-            phases=phases,
-            categories=self._categories(events, peak.position),
-            resident_bytes=self.live_bytes(),
-            step_seconds=sum(total.seconds.values()),
-            phase_seconds=total.seconds,
-            rank=rank,
-            collectives=collectives,
-            communication_seconds=sum(each.seconds for each in collectives.values()),
-            exposed_communication_seconds=total.exposed,
-            timeline=self._course(events, 0 if follow_all else last_forward(events, peak.total)),
-        )
-
-    def _categories(self, events: list[Event], position: int) -> dict[Category, int]:
-        """Live bytes at the peak, by what each storage is or became."""
-        born: dict[int, Event] = {}
-        for event in events[: position + 1]:
-            if event.num_bytes >= 0:
-                born[event.storage] = event
-            else:
-                born.pop(event.storage, None)
-        dead_in_forward = _dead_in_forward(events)
-        totals = dict.fromkeys(CATEGORIES, 0)
-        for storage, event in born.items():
-            totals[self._category(storage, event, dead_in_forward)] += event.num_bytes
-        return totals
-
-    def _course(self, events: list[Event], start: int) -> tuple[Moment, ...]:
-        """Memory from number `start` on, but not before all that stays is registered."""
-        start = next((index for index, event in enumerate(events) if index >= start and event.operator != _START), 0)
-        dead_in_forward = _dead_in_forward(events)
-        return course_of(events, lambda birth: self._category(birth.storage, birth, dead_in_forward), start=start)
-
-    def _category(self, storage: int, event: Event, dead_in_forward: set[int]) -> Category:
-        if (named := self._names.get(storage)) is not None:
-            return named
-        if event.phase == "loss":
-            return "loss"
-        return "activations" if event.phase == "forward" and storage not in dead_in_forward else "temporary"
-
-
-def _dead_in_forward(events: Iterable[Event]) -> set[int]:
-    return {event.storage for event in events if event.num_bytes < 0 and event.phase == "forward"}
+    def profile(self) -> Profile:
+        """What was seen since the tracker was made, where collectives take no time."""
+        return self.record.settled().profile(StepClock())
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

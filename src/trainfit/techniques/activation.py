@@ -36,6 +36,8 @@ from trainfit.techniques.kept_outputs import KeepRules, Rule
 from trainfit.techniques.parts import CoreForward, parts_of, run_attention
 from trainfit.techniques.recompute import RecomputePlan
 
+SEARCHED: tuple[Tier, ...] = ("pointwise", "attention", "full")  # those of the first list that recompute
+
 _MATMULS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
 _BATCHED_MATMULS = ("aten.bmm", "aten.baddbmm")
 _ATTENTION = (
@@ -166,6 +168,7 @@ def _plan_for(module: nn.Module, tier: Tier, accelerator: Accelerator, name: str
         random=accelerator.rng,
         keep=keep_rules(tier),
         watched=routing_rules(),
+        tier=tier,
     )
 
 

@@ -44,6 +44,7 @@ class StageRunner(_PipelineStageBase):
         super().__init__(_Stage(part, forward), part.number, part.count, device, group)
         self.part = part
         self._before_backward = before_backward
+        _meet(super()._get_init_p2p_neighbors_ops())
 
     def begin(self, micro_batches: int, receives: _TensorMeta, sends: _TensorMeta) -> None:
         """Called before each window."""
@@ -64,6 +65,9 @@ class StageRunner(_PipelineStageBase):
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None: ...
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []  # they met when the stages were made, once for the schedules of all numbers of micro batches
 
     def _create_grad_recv_info(self, act_send_info: Any) -> tuple[_RecvInfo, ...]:
         raise AssertionError("begin() has made it")
@@ -87,6 +91,12 @@ class StageRunner(_PipelineStageBase):
         self._before_backward(self.part, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _release(self.grad_recv_info[bwd_chunk_id])
+
+
+def _meet(greetings: list[dist.P2POp]) -> None:
+    """Set up the connections between neighbours, which all ranks do at once."""
+    for work in dist.batch_isend_irecv(greetings) if greetings else ():
+        work.wait()
 
 
 def _from(what: str, stage: int, meta: _TensorMeta) -> tuple[_RecvInfo, ...]:

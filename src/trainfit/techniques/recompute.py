@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.errors import RecomputeError
+from trainfit.profile import Tier
 from trainfit.techniques.kept_outputs import (
     ANYWHERE,
     LIKELY_CAUSES,
@@ -77,6 +78,7 @@ class RecomputePlan:
     watched: operators whose outputs are stored because a second run may decide otherwise.
     looked_at: by training flag, the functions in which the first call found something.
         See NOTE [ Looking only where there is something to see ] in kept_outputs.py.
+    tier: whose rules keep has.
     """
 
     name: str
@@ -87,6 +89,7 @@ class RecomputePlan:
     keep: KeepRules
     watched: KeepRules
     looked_at: dict[bool, set[Any]] = field(default_factory=dict)
+    tier: Tier = "full"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block()
@@ -228,6 +231,17 @@ class _Filler:
             f"{self.region.plan.name}: saved tensor {index} was {tuple(shape)} {dtype} in forward and is {got} in "
             f"recompute; {LIKELY_CAUSES}"
         )
+
+
+def running_tier() -> Tier | None:
+    """That of the innermost block which runs now, for the first time or again; None outside of recomputed ones.
+
+    The hooks through which autograd's saved tensors go tell it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    owner = getattr(hooks[0], "__self__", None) if hooks else None
+    region = owner.region if isinstance(owner, _Filler) else owner
+    return region.plan.tier if isinstance(region, Region) else None
 
 
 def _unpack(slot: Any) -> Tensor:

@@ -24,6 +24,7 @@ class Anatomy:
         attention, dense or mixture of experts), so that one trace serves all of them.
     backbone: the module whose output is the hidden states before the head; None if the model has no such module.
     ties: groups of parameter names that are one object.
+    block_list: the list of modules that holds the blocks and nothing else; None if there is no such list.
     """
 
     blocks: tuple[str, ...]
@@ -33,6 +34,7 @@ class Anatomy:
     backbone: str | None
     ties: tuple[tuple[str, ...], ...]
     num_parameters: int
+    block_list: str | None = None
 
 
 def dissect(model: nn.Module, vocab_size: int | None = None) -> Anatomy:
@@ -51,6 +53,7 @@ def dissect(model: nn.Module, vocab_size: int | None = None) -> Anatomy:
         backbone=backbone_name(model),
         ties=_find_ties(model),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        block_list=_list_of(model, blocks),
     )
 
 
@@ -67,6 +70,14 @@ def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             best = {f"{name}.{key}" if name else key: element for key, element in elements.items()}
             best_score = score
     return best
+
+
+def _list_of(model: nn.Module, blocks: dict[str, nn.Module]) -> str | None:
+    for name in {block.rpartition(".")[0] for block in blocks}:
+        container = model.get_submodule(name)
+        if isinstance(container, nn.ModuleList) and list(container) == list(blocks.values()):
+            return name
+    return None
 
 
 def _candidates(container: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:

@@ -67,8 +67,9 @@ def tensor_plan(model: nn.Module, workload: Workload, anatomy: Anatomy, size: in
             f"instead of mesh.tensor {size}"
         )
     plan = TensorPlan()
+    modules = dict(model.named_modules())
     for group in groups.values():
-        _add_group(plan, model, group, size)
+        _add_group(plan, modules, group, size)
     _check_heads(model, plan, size)
     return plan
 
@@ -124,8 +125,7 @@ def _groups(styles: Mapping[str, str], anatomy: Anatomy) -> dict[str, dict[str, 
     return groups
 
 
-def _add_group(plan: TensorPlan, model: nn.Module, group: dict[str, str], size: int) -> None:
-    modules = dict(model.named_modules())
+def _add_group(plan: TensorPlan, modules: Mapping[str, nn.Module], group: dict[str, str], size: int) -> None:
     experts = [name for name, style in group.items() if style == "moe_tp_experts"]
     for name in experts:
         # Experts take and give what all ranks have, so they can stay whole alone.

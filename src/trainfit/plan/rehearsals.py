@@ -1,0 +1,152 @@
+"""Rehearsals: candidates of the search under rehearsal, until nothing that is left can win."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from trainfit.errors import ModelError, RecipeError
+from trainfit.plan.search import Candidate, Search, family
+from trainfit.plan.space import Point
+from trainfit.profile import Profile
+from trainfit.step.strategy import Strategy
+
+_FITTING = 3  # kinds that fit, before the fastest of them is chosen
+_ATTEMPTS = 8  # rehearsals in all
+_SIMPLE_FIRST = 1.2  # of the least seconds of all: so much slower a mesh of replicas and shards is tried first
+_SLACK = 0.01  # of what is allowed: what a rehearsal leaves free beyond that is offered to the search again
+# Of the best seconds: what else is rehearsed must take less by the fast model. It tells layouts apart worse than it
+# does what a rehearsal of them would be worth; points of one layout are cheap to rehearse, and as near as that.
+_WORTH_IT, _NEAR = 0.995, 1.02
+
+Exact = Callable[[Strategy], Profile]
+
+
+class Rehearsals:
+    """See NOTE [ What a rehearsal teaches ].
+
+    NOTE [ What a rehearsal teaches ]
+    The difference between a rehearsal and the fast model is that of all points of its kind. When a candidate turns out
+    too large, the search solves again with so much less room; when it leaves more than a hundredth free, with so much
+    more. Its seconds over the fast model's are its kind's pace; a kind that is not known yet is taken to have the least
+    pace of its family (of all with stages, with tensor ranks, with both, with neither), or of all. What would not be
+    faster than the best by that is not rehearsed, and once nothing can be, the best is chosen. Meshes of replicas and
+    shards are the cheapest to rehearse, and go first where they are near.
+    """
+
+    def __init__(self, search: Search, exact: Exact, allowed_bytes: int) -> None:
+        self.search, self.exact, self.allowed_bytes = search, exact, allowed_bytes
+        self.profiles: dict[Strategy, Profile] = {}
+        self.notes: list[str] = []
+        self.expanded: dict[Strategy, Candidate] = {}  # by the strategy without expandable segments
+        self._expands = search.target.allocator is None and not search.hardware.is_host
+        self._paces: dict[object, tuple[tuple[bool, bool], float]] = {}  # by kind: its family, and its pace
+        self._good: dict[object, Candidate] = {}  # by kind: what fits
+        self._rehearsed = 0
+
+    def best(self) -> tuple[Candidate, Profile]:
+        """Of those that fit the fastest, weighed; else the smallest of all."""
+        for candidate in self._simple_first():
+            if (profile := self._rehearse(candidate)) is None:
+                continue
+            if profile.needed_bytes <= self.allowed_bytes:
+                self._good[self._kind(candidate)] = candidate
+            if len(self._good) == _FITTING or self._rehearsed >= _ATTEMPTS:
+                break
+        if (best := self._best()) is None:
+            return self._smallest()
+        return best, self.profiles[best.strategy]
+
+    def _best(self) -> Candidate | None:
+        return min(self._good.values(), key=self._weighed, default=None)
+
+    def _simple_first(self) -> Iterator[Candidate]:
+        """All candidates, but first the best without stages and tensor ranks, where it may win."""
+        open_points = [bounded for bounded in self.search.points if bounded.seconds < float("inf")]
+        least = min((bounded.seconds for bounded in open_points), default=0.0)
+        simple = [each for each in open_points if family(each.point.strategy) == (False, False)]
+        best = min(simple, key=lambda each: each.seconds, default=None)
+        if best is not None and least < best.seconds <= _SIMPLE_FIRST * least:
+            yield from _first_that(self.search.best_first(kind=best.point.kind), self._fits)
+        for candidate in self.search.best_first(may_win=self._may_win):
+            if candidate.strategy not in self.profiles:
+                yield candidate
+
+    def _fits(self, candidate: Candidate) -> bool:
+        profile = self.profiles.get(candidate.strategy)
+        return profile is not None and profile.needed_bytes <= self.allowed_bytes
+
+    def _weighed(self, candidate: Candidate) -> float:
+        return self.profiles[candidate.strategy].step_seconds * candidate.weight
+
+    def _may_win(self, point: Point, seconds: float) -> bool:
+        """Whether a point could be faster than the best, by what is known of its kind or family."""
+        if (best := self._best()) is None:
+            return True
+        alike = [pace for of, pace in self._paces.values() if of == family(point.strategy)]
+        own = self._paces.get(point.kind)
+        pace = own[1] if own else min(alike or [pace for _, pace in self._paces.values()])
+        return seconds * pace < (_WORTH_IT if len(self.search.layouts) > 1 else _NEAR) * self._weighed(best)
+
+    def _kind(self, candidate: Candidate) -> object:
+        """One of each is enough: each layout, or, where there is one only, each micro batch and number of chunks."""
+        return candidate.kind if len(self.search.layouts) > 1 else candidate.point
+
+    def _rehearse(self, candidate: Candidate) -> Profile | None:
+        """None where the layout, which the search came up with, is not one for this model."""
+        kind = candidate.kind
+        try:
+            profile = self.exact(candidate.strategy)
+        except (ModelError, RecipeError) as error:
+            if self.search.target.layouts:
+                raise
+            self._refuse(candidate.strategy, str(error))
+            return None
+        self._rehearsed += 1
+        self.profiles[candidate.strategy] = profile
+        if candidate.step_seconds:
+            self._paces[kind] = family(candidate.strategy), profile.step_seconds / candidate.step_seconds
+        if self._expands and profile.peak_bytes <= self.allowed_bytes < profile.needed_bytes:
+            profile = self._expanded(candidate, profile)
+        excess, known = profile.needed_bytes - candidate.peak_bytes, self.search.excess.get(kind, 0)
+        if profile.needed_bytes > self.allowed_bytes or excess < known - _SLACK * self.allowed_bytes:
+            self.search.learn(candidate, excess)
+        return profile
+
+    def _expanded(self, candidate: Candidate, profile: Profile) -> Profile:
+        """One that only fragmentation keeps from fitting may have expandable segments, and so may all that follow."""
+        expanded = with_expandable_segments(candidate)
+        smaller = self.profiles[expanded.strategy] = profile.with_expandable_segments()
+        if smaller.needed_bytes >= profile.needed_bytes:
+            return profile
+        self.expanded[candidate.strategy] = expanded
+        return smaller
+
+    def _refuse(self, strategy: Strategy, reason: str) -> None:
+        points = [bounded.point for bounded in self.search.points]
+        alike = [point for point in points if family(point.strategy) == family(strategy)]
+        self.search.refused |= {point.kind for point in alike}
+        if all(point.kind in self.search.refused for point in points):
+            raise ModelError(reason)
+        self.notes.append(f"not every mesh was tried: {reason}")
+
+    def _smallest(self) -> tuple[Candidate, Profile]:
+        while (candidate := self.search.smallest()) is not None:
+            if candidate.strategy in self.profiles:
+                return candidate, self.profiles[candidate.strategy]
+            if (profile := self._rehearse(candidate)) is not None:
+                return candidate, profile
+        raise AssertionError("the search has points")
+
+
+def with_expandable_segments(candidate: Candidate) -> Candidate:
+    allocator = replace(candidate.strategy.allocator, expandable_segments=True)
+    return replace(candidate, strategy=replace(candidate.strategy, allocator=allocator))
+
+
+def _first_that(candidates: Iterator[Candidate], is_enough: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+    """Candidates up to the first with which it is enough, once it has been looked at."""
+    for candidate in candidates:
+        yield candidate
+        if is_enough(candidate):
+            return
