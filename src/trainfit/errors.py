@@ -9,6 +9,7 @@ TrainfitError
 │   ├── DoesNotFitError             no strategy is small enough for the budget
 │   └── ResumeError                 a run folder cannot be resumed from
 ├── RecomputeError (RuntimeError)   a block did not recompute what its forward had saved
+├── SolverError (RuntimeError)      the MILP solver stopped with neither an optimum nor the proof that there is none
 ├── RankError                       one of the processes that measure() starts failed, or all took too long
 └── OtherRankError                  another process of the run stopped, and said why: its exit code
 
@@ -56,6 +57,10 @@ class ResumeError(InputError):
 
 class RecomputeError(TrainfitError, RuntimeError):
     """A block did not recompute what its forward had saved."""
+
+
+class SolverError(TrainfitError, RuntimeError):
+    """The MILP solver stopped with neither an optimum nor the proof that there is none."""
 
 
 class RankError(TrainfitError):

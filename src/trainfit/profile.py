@@ -318,6 +318,11 @@ class Profile:
     peak_flops_per_second: float = 0.0
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether it is of a CPU, whose memory is the host's own: no caching allocator holds any of it."""
+        return self.reserved_bytes == 0
+
+    @property
     def tokens_per_second(self) -> Range | None:
         """Of all ranks together; None where tokens or seconds are not known."""
         return self._each_second(self.tokens)

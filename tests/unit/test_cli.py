@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from trainfit.cli.main import main
-from trainfit.hardware import catalogue, find_device
+from trainfit.cli.setup import time_notes
+from trainfit.hardware import Figure, Hardware, catalogue, find_device
 from trainfit.techniques.chunked_loss import auto_chunks
 
 LLAMA = {
@@ -47,6 +48,11 @@ def run_json(capsys, *arguments: str, code: int = 0) -> dict:
 def run_text(capsys, *arguments: str) -> str:
     assert main(arguments) == 0
     return capsys.readouterr().out
+
+
+def flat(text: str) -> str:
+    """Without the breaks of lines."""
+    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
@@ -157,6 +163,24 @@ def test_plan_takes_the_optimizer_and_the_cast_that_are_asked_for(capsys):
     )
 
 
+def test_an_update_in_backward_can_be_planned_without_clipping(capsys):
+    target = ("--device", "h100", "--seq-len", "32", "--tokens-per-step", "32", "--memory", "1GiB")
+    asked = ("plan", "config.json", *target, "--optimizer", "update=backward")
+    assert main([*asked]) == 2
+    assert "max_grad_norm 1 clips by; set max_grad_norm: null (--max-grad-norm none)" in flat(capsys.readouterr().err)
+    plan = run_json(capsys, *asked, "--max-grad-norm", "none", "--export", "trl")
+    assert plan["chosen"]["strategy"]["optimizer"]["update"] == "backward"
+    assert "max_grad_norm: 0.0" in plan["exports"]["trl"]["text"]
+    clipped = run_json(capsys, "plan", "config.json", *target, "--max-grad-norm", "0.5", "--export", "trl")
+    assert "max_grad_norm: 0.5" in clipped["exports"]["trl"]["text"]
+
+
+@pytest.mark.parametrize("norm", ["0", "-1", "nan", "inf", "null"])
+def test_a_norm_that_clips_nothing_is_none(capsys, norm):
+    assert main(["plan", "config.json", "--device", "h100", "--seq-len", "32", "--max-grad-norm", norm]) == 2
+    assert f"--max-grad-norm {norm} is no norm to clip by" in flat(capsys.readouterr().err)
+
+
 def test_plan_that_does_not_fit_is_still_json(capsys):
     target = ("--device", "cpu", "--seq-len", "32", "--tokens-per-step", "64", "--memory", "100kiB")
     assert main(["plan", "config.json", *target, "--json"]) == 2
@@ -173,6 +197,15 @@ def test_devices_lists_this_machine_and_the_catalogue(capsys):
     h100 = next(row for row in rows if row["device"] == "h100")
     assert h100["usable_bytes"] == find_device("h100").usable_bytes
     assert h100["memory_bytes"]["source"]
+
+
+def test_a_link_that_nobody_looked_up_is_noted():
+    """Where there is one; its seconds are no better than its figure."""
+    eight = find_device("h100", 8)
+    assumed = replace(eight.spec, link_bandwidth=Figure(16e9, "assumed: PCIe 3.0 x16", "low"))
+    assert time_notes(replace(eight, spec=assumed)) == ("times of links are from 16 GB/s, assumed: PCIe 3.0 x16",)
+    assert time_notes(Hardware(assumed)) == ()
+    assert time_notes(eight) == ()
 
 
 def test_verify_passes_and_says_by_how_much(capsys):

@@ -11,6 +11,7 @@ import pytest
 import trainfit.cli.page as page_file
 from trainfit.cli.main import main
 from trainfit.errors import RecipeError
+from trainfit.units import format_bytes
 
 LLAMA = {
     "model_type": "llama",
@@ -48,6 +49,18 @@ def test_plan_writes_a_page_and_prints_as_ever(folder, capsys):
     for alternative in plan["alternatives"]:
         assert alternative["why"] in page
     assert files(folder) == {"plan.html"}
+
+
+def test_a_comparison_of_policies_is_on_the_page(folder, capsys):
+    asked = (*PLAN, "--memory", "16MiB", "--policy", "every:2", "--policy", "full")
+    assert main([*asked, "--json", "--html", "plan.html"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    page = (folder / "plan.html").read_text()
+    assert page.count("plot scatter") == 2
+    assert f"What binds: {plan['binds']}." in page
+    for row in plan["policies"]:
+        assert row["policy"] in page
+        assert format_bytes(row["peak_bytes"]) in page
 
 
 def test_a_plan_that_does_not_fit_still_has_its_page(folder, capsys):

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainfit.hardware import find_device
 from trainfit.plan.case import Case, Stage
 from trainfit.plan.cost import BlockTable, Resident
-from trainfit.plan.layout import stage_parts
+from trainfit.plan.layout import resident_of, stage_parts
 from trainfit.plan.solver import Problem, solution_of
 from trainfit.plan.space import Point
-from trainfit.profile import TIERS, BlockTrace, Layout, ShellTrace
+from trainfit.profile import TIERS, BlockTrace, Layout, Mesh, ShellTrace, Zero
+from trainfit.rehearsal.trace import ModelFacts
 from trainfit.step import Strategy
 
 sizes = st.integers(0, 2**40)
@@ -26,7 +28,9 @@ blocks = st.builds(
     backward_seconds=st.floats(0, 1),
 )
 shells = st.builds(ShellTrace, sizes, sizes, sizes, st.floats(0, 1))
-residents = st.builds(Resident, sizes, sizes, sizes, sizes, sizes, st.floats(0, 1))
+residents = st.builds(
+    Resident, sizes, sizes, sizes, sizes, sizes, st.floats(0, 1), working_bytes=sizes, update_bytes=sizes
+)
 
 
 @st.composite
@@ -41,7 +45,7 @@ def models(draw):
 def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace) -> int:
     """Walk through the step, moving one number up and down."""
     stays = resident.model_bytes + resident.batch_bytes
-    live = stays + resident.shared_bytes + resident.earlier_gradient_bytes
+    live = stays + resident.shared_bytes + resident.earlier_gradient_bytes + resident.working_bytes
     moments = []
     for block in traces:
         moments.append(live + block.forward_peak_bytes)
@@ -52,7 +56,7 @@ def simulate(resident: Resident, traces: list[BlockTrace], shell: ShellTrace) ->
         moments.append(live + block.backward_peak_bytes)
         live += block.gradient_bytes - block.saved_bytes
     moments.append(live - shell.gradient_bytes + shell.after_blocks_peak_bytes)
-    moments.append(stays + resident.gradient_bytes)
+    moments.append(stays + resident.gradient_bytes + resident.update_bytes)
     return max(moments)
 
 
@@ -90,3 +94,35 @@ def test_seconds_grow_with_micro_batches_and_the_optimizer_runs_once(model, shel
     )
     assert one == pytest.approx(by_hand)
     assert many == pytest.approx(one * micro_batches)
+
+
+def facts_of(num_blocks: int) -> ModelFacts:
+    """Blocks of 1000 bytes, 500 around them, two optimizer states."""
+    total = 1000 * num_blocks + 500
+    sizes = {"parameter_bytes": total, "block_bytes": 1000 * num_blocks, "largest_block_bytes": 1000}
+    updates = {"optimizer_bytes": 2 * total, "gradient_bytes": total, "update_peak_bytes": 0, "optimizer_seconds": 0.0}
+    return ModelFacts((0,) * num_blocks, total, **sizes, **updates, dim=8, vocab_size=8, can_chunk=True)
+
+
+@pytest.mark.parametrize(("stage_number", "working"), [(0, 0), (1, 4500), (2, 4500 + 2000), (3, 500 + 2000 + 2000)])
+def test_what_ranks_send_lives_beside_the_activations(stage_number: int, working: int):
+    """By the table atop layout.py: what is gathered, in stage 3 of 1 + prefetch blocks; two gradient buffers."""
+    layout = Layout(Mesh(shard=4), Zero(stage_number))
+    (part,) = stage_parts((0,) * 4, layout, 1)
+    device = find_device("ascend-910b3", 4)
+    resident = resident_of(facts_of(4), layout, device, part, batch_bytes=0, shared_bytes=0, accumulates=False)
+    assert resident.working_bytes == working
+    assert resident.floor_bytes == resident.model_bytes + working
+
+
+def test_blocks_keep_what_the_communication_working_set_leaves():
+    """Of four blocks that save 1000 bytes or nothing, each 1000 bytes of buffers make one more recompute."""
+    one, other = (BlockTrace(saved, saved, 0, 0, seconds, 0.0) for saved, seconds in ((1000, 1.0), (0, 2.0)))
+    table = BlockTable.of((0,) * 4, {(0, "keep"): one, (0, "full"): other})
+    problem = table.problem(ShellTrace(0, 0, 0, 0.0))
+    for working in (0, 1000, 3000):
+        found = Case(
+            Point(Strategy(1), 1), (stage(Resident(0, 0, 0, 0, 0, 0.0, working_bytes=working), problem),)
+        ).fastest(4000)
+        assert found is not None
+        assert found[0].seconds == 4 + working // 1000

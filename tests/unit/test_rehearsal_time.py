@@ -16,9 +16,10 @@ from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.certainty import errors_of, half_width
 from trainfit.rehearsal.links import Links
-from trainfit.rehearsal.operator_cost import OperatorCost
+from trainfit.rehearsal.operator_cost import ADAMW_BYTES, OperatorCost
 from trainfit.rehearsal.traffic import inner_loops, traffic_bytes
 from trainfit.step import Strategy, parse_tiers
+from trainfit.techniques.optimizer import bytes_per_parameter
 from trainfit.workload import workload_from_module
 from trainfit.workload.resolve import workload_from_config
 
@@ -299,3 +300,9 @@ def test_the_same_calibration_gives_the_same_seconds(calibration):
     hardware = replace(hardware, spec=replace(hardware.spec, calibration=calibration))
     workload = workload_from_config(LLAMA, seq_len=SEQ_LEN, name="tiny")
     assert rehearse(workload, Strategy(2), hardware) == rehearse(workload, Strategy(2), hardware)
+
+
+def test_an_update_in_host_memory_moves_all_that_it_has():
+    """Weights and moments twice, gradients once."""
+    size = bytes_per_parameter(OptimizerVariant())
+    assert 2 * (size.weights + size.moments) + size.gradients == ADAMW_BYTES

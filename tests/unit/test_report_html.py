@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfit.plan import Alternative, Plan, Target
+from trainfit.plan.compare import PLANNED, PolicyResult
+from trainfit.plan.plan import MoreMemory
 from trainfit.profile import CATEGORIES, TIERS, Moment, Profile
 from trainfit.report import compare, comparison_page, plan_page, profile_page
 from trainfit.report.html.axes import bytes_axis, seconds_axis, spread_axis
@@ -71,6 +73,22 @@ def make_plan(**changes) -> Plan:
     lost.append(Alternative(Strategy(4, 2, "bf16", ("keep",) * 10), 19 * GIB, 2.6, False, EVIL))
     values = (15 * GIB, target, "h100", f"llama {EVIL}", strategy, make_profile(), plain, tuple(lost), "why so")
     return replace(Plan(*values), **changes)
+
+
+def make_policies() -> tuple[PolicyResult, ...]:
+    """The plan's own, one that fits, one that does not, one that does not apply."""
+    strategy, profile = make_plan().strategy, make_profile()
+
+    def row(name: str, seconds: float, size: int, **more) -> PolicyResult:
+        predicted = replace(profile, step_seconds=seconds, peak_bytes=size * GIB)
+        return PolicyResult(name, "words", strategy, predicted, size <= 15, seconds / 3.0 - 1, **more)
+
+    return (
+        row(PLANNED, 3.0, 12),
+        row("every:2", 3.6, 10),
+        row(EVIL, 2.5, 20),
+        PolicyResult("torchtitan", "words", None, None, False, why=EVIL),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +209,26 @@ def test_letters_do_not_overlap_and_stay_inside(pages, width):
 
 
 @needs_chromium
+@pytest.mark.parametrize("width", [320, PHONE, DESKTOP])
+def test_policies_are_dots_with_the_numbers_of_their_table(tmp_path, width):
+    plan = make_plan(alternatives=(), binds="backward of block 2", more_memory=MoreMemory(GIB, 2.5, EVIL))
+    drawn = draw(plan_page(plan, make_policies()), tmp_path, width=width, selectors=(*SELECTORS, "tbody th"))
+    assert (drawn.width, drawn.scroll) == (width, width)
+    left, across = scale(drawn.boxes[".plot.scatter .tick.x"], 0, seconds_of)
+    bottom, up = scale(drawn.boxes[".plot.scatter .tick.y"], 1, bytes_of)
+    for seconds, size, colour in ((3.0, 12, "#00704f"), (3.6, 10, "#0059a8"), (2.5, 20, "#b3370a")):
+        x, y = left + across * seconds, bottom + up * size * GIB
+        around = [drawn.at(x + dx, y + dy) for dx in range(-8, 9) for dy in range(-8, 9)]
+        assert sum(near(pixel, colour) for pixel in around) >= 20, (seconds, size)
+    labels = drawn.boxes[".label"]
+    assert [label.text for label in labels] == ["chosen", "1", "2"]
+    numbers = [box for box in drawn.boxes["tbody th"] if box.text in ("1", "2")]
+    (plot,) = drawn.boxes[".plot.scatter svg"]
+    assert [box.text for box in numbers] == ["1", "2"]
+    assert all(box.left > plot.right if width == DESKTOP else box.top > plot.bottom for box in numbers)
+
+
+@needs_chromium
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_the_strip_has_a_cell_for_each_block(pages, width):
     drawn = pages[width]
@@ -297,7 +335,7 @@ def test_pages_ask_for_nothing_and_text_is_never_markup():
     about = {"model": EVIL, "device": EVIL, "seq_len": 128, "notes": (EVIL,)}
     odd = make_profile(timeline=(*make_profile().timeline, Moment("optimizer", EVIL, 3.0, AFTER)))
     pages = [
-        plan_page(make_plan()),
+        plan_page(make_plan(binds=EVIL, more_memory=MoreMemory(GIB, 2.5, EVIL)), make_policies()),
         profile_page(odd, strategy, budget_bytes=16 * GIB, **about),
         comparison_page(compare(odd, make_profile()), strategy, **about),
     ]
@@ -310,6 +348,39 @@ def test_pages_ask_for_nothing_and_text_is_never_markup():
         assert not re.search(r"https?:|url\(|@import", page)
         assert 'lang="en"' in page
         assert "viewport" in page
+
+
+def cells(page: str, caption: str) -> list[list[str]]:
+    """Text of the rows of one table."""
+    (found,) = [part for part in re.findall(r"<table>.*?</table>", page) if f">{caption}<" in part]
+    rows = re.findall(r"<tr>(.*?)</tr>", found)[1:]
+    return [
+        [re.sub(r"<br/>", " / ", re.sub(r"</?b>", "", cell)) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)]
+        for row in rows
+    ]
+
+
+def test_what_binds_and_what_more_memory_buys_are_on_the_page():
+    more = MoreMemory(GIB, 2.4, "micro batch 4 x 2")
+    page = plan_page(make_plan(binds="the loss spike", more_memory=more))
+    assert "<p>What binds: the loss spike.</p>" in page
+    assert "<p>The next 1.0 GiB would buy 600.0 ms a step (20.0%): micro batch 4 x 2.</p>" in page
+    now, then = cells(page, "What more memory would buy, estimated")
+    assert now[:3] == ["as planned", "16.0 GiB", "3.0 s"]
+    assert then == ["with more memory", "17.0 GiB", "2.4 s", "micro batch 4 x 2"]
+    assert "What binds" not in plan_page(make_plan())
+
+
+def test_policies_are_a_table_of_the_page():
+    page = plan_page(make_plan(), make_policies())
+    own, every, over, other = cells(page, "In the plan&#x27;s step of 2 x 4 sequences of 128")
+    assert own == ["", "trainfit / 6*full,1*pointwise,3*keep", "12.0 GiB", "3.0 s", "+0.0%"]
+    assert every == ["1", "every:2 / 6*full,1*pointwise,3*keep", "10.0 GiB", "3.6 s", "+20.0%"]
+    assert over[0] == "2"
+    assert over[1].endswith("needs 5.0 GiB too much")
+    assert other[0] == ""
+    assert other[2:] == ["-", "-", "-"]
+    assert "Policies people know" not in plan_page(make_plan())
 
 
 def test_a_profile_without_a_course_still_has_its_tables():

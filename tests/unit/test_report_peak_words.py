@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from trainfit.profile import CATEGORIES, Mesh, OptimizerVariant, Profile, Zero
@@ -85,6 +87,14 @@ def test_only_what_the_strategy_allows_is_advised():
     assert "update=backward" in remedies(Strategy(1, 1), gradients=1)
     assert "update=backward" not in remedies(Strategy(1, 2), gradients=1)
     assert remedies(Strategy(1, 2, optimizer=OptimizerVariant("adafactor")), optimizer=1) == ""
+
+
+def test_host_memory_is_advised_to_a_device_beside_it():
+    """A CPU's states are there already."""
+    keep, of_cpu = Strategy(1, 1), profile(optimizer=1)
+    of_device = replace(of_cpu, reserved_bytes=of_cpu.peak_bytes)
+    assert "place=host" in explain_peak(of_device, keep)[-1]
+    assert "place=host" not in explain_peak(of_cpu, keep)[-1]
 
 
 def test_without_a_strategy_nothing_is_advised():

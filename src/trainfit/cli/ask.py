@@ -14,13 +14,14 @@ from trainfit.cli.options import (
     MAX_SEQ_LEN,
     DeviceOption,
     JsonOption,
+    MemoryOption,
     ModelArgument,
     OptimizerOption,
     PrecisionOption,
     SeqLenOption,
+    SharingDevicesOption,
     check_range,
 )
-from trainfit.cli.plan import DevicesOption, MemoryOption
 from trainfit.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ ask = typer.Typer(no_args_is_help=True, help="Answer a question: sequence, batch
 def sequence(
     model: ModelArgument,
     device: DeviceOption = None,
-    devices: DevicesOption = 1,
+    devices: SharingDevicesOption = 1,
     tokens_per_step: TokensOption = None,
     memory: MemoryOption = None,
     precision: PrecisionOption = None,
@@ -77,7 +78,7 @@ def sequence(
 def batch(
     model: ModelArgument,
     device: DeviceOption = None,
-    devices: DevicesOption = 1,
+    devices: SharingDevicesOption = 1,
     seq_len: SeqLenOption = None,
     memory: MemoryOption = None,
     precision: PrecisionOption = None,
@@ -133,7 +134,7 @@ def devices_(
 def savings(
     model: ModelArgument,
     device: DeviceOption = None,
-    devices: DevicesOption = 1,
+    devices: SharingDevicesOption = 1,
     seq_len: SeqLenOption = None,
     micro_batch: MicroBatchOption = 1,
     memory: MemoryOption = None,
@@ -161,7 +162,7 @@ def savings(
 def cards(
     model: ModelArgument,
     device: CardsOption,
-    devices: DevicesOption = 1,
+    devices: SharingDevicesOption = 1,
     seq_len: SeqLenOption = None,
     tokens_per_step: TokensOption = None,
     precision: PrecisionOption = None,

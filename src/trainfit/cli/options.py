@@ -39,6 +39,10 @@ OptimizerOption = Annotated[
 ]
 CastOption = Annotated[str | None, typer.Option(metavar="operator|block", help="Where fp32 weights are cast.")]
 DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that run the step together, a process each.")]
+SharingDevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that share the tokens of a step.")]
+MemoryOption = Annotated[
+    str | None, typer.Option(metavar="SIZE", show_default="what it has", help="Budget of one device, such as 60GiB.")
+]
 ZeroStageOption = Annotated[
     int, typer.Option(metavar="0|1|2|3", help="What they share: nothing, optimizer states, gradients, parameters.")
 ]

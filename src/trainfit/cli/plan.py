@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +16,12 @@ from trainfit.cli.options import (
     DeviceOption,
     HtmlOption,
     JsonOption,
+    MemoryOption,
     ModelArgument,
     OptimizerOption,
     PrecisionOption,
     SeqLenOption,
+    SharingDevicesOption,
     check_range,
 )
 from trainfit.cli.page import check_page, write_page
@@ -35,16 +38,15 @@ if TYPE_CHECKING:
     from trainfit.train import Recipe
     from trainfit.workload import Workload
 
-DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that share the tokens of a step.")]
 TokensOption = Annotated[
     str | None, typer.Option("--tokens-per-step", metavar="N", help="Tokens in one optimizer step, such as 500k or 4M.")
-]
-MemoryOption = Annotated[
-    str | None, typer.Option(metavar="SIZE", show_default="what it has", help="Budget of one device, such as 60GiB.")
 ]
 MayChangeOption = Annotated[
     list[str] | None,
     typer.Option("--may-change", metavar="precision|optimizer", help="What the plan may change."),
+]
+MaxGradNormOption = Annotated[
+    str | None, typer.Option("--max-grad-norm", metavar="NORM|none", show_default="1", help="Clip gradients by it.")
 ]
 CompareOption = Annotated[bool, typer.Option("--compare", help="Show known activation policies beside the plan.")]
 PolicyOption = Annotated[
@@ -64,7 +66,7 @@ ExportToOption = Annotated[
 def plan(
     model: ModelArgument,
     device: DeviceOption = None,
-    devices: DevicesOption = 1,
+    devices: SharingDevicesOption = 1,
     seq_len: SeqLenOption = None,
     tokens_per_step: TokensOption = None,
     memory: MemoryOption = None,
@@ -72,6 +74,7 @@ def plan(
     optimizer: OptimizerOption = None,
     cast: CastOption = None,
     may_change: MayChangeOption = None,
+    max_grad_norm: MaxGradNormOption = None,
     compare: CompareOption = False,
     policy: PolicyOption = None,
     export: ExportOption = None,
@@ -98,16 +101,17 @@ def plan(
         from trainfit.report import plan_page
 
         recipe = open_recipe(model)
+        norm = _norm(max_grad_norm, recipe)
         hardware = find_hardware(device, recipe, devices)
-        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast)
-        workload, norm, made = _choose(model, recipe, seq_len, *options, hardware, say)
+        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast, norm)
+        workload, made = _choose(model, recipe, seq_len, *options, hardware, say)
         rows: tuple[PolicyResult, ...] = ()
         if policies:
             rows = compare_policies(workload, hardware, made, policies, max_grad_norm=norm, on_progress=say)
     exported = exports.make(made, hardware, norm) if made.fits else []
     paths = exports.write(exported)
     if html is not None:
-        write_page(html, plan_page(made))
+        write_page(html, plan_page(made, rows))
     if json:
         compared = {"policies": [row.to_json() for row in rows]} if policies else {}
         print_json(made.to_json() | compared | exports_json(exported, paths))
@@ -141,10 +145,11 @@ def _choose(
     may_change: tuple[str, ...],
     optimizer: str | None,
     cast: str | None,
+    max_grad_norm: float | None,
     hardware: Hardware,
     say: Say,
-) -> tuple[Workload, float | None, Plan]:
-    """The plan, and the workload and clipping that it is for."""
+) -> tuple[Workload, Plan]:
+    """The plan, and the workload that it is for."""
     from trainfit.cli.setup import (
         choose_budget,
         choose_for,
@@ -173,15 +178,29 @@ def _choose(
     said: dict[str, Any] = {} if optimizer is None else {"optimizer": parse_variant(optimizer)}
     said |= {} if cast is None else {"cast": cast}
     target = replace(target, **said)
-    norm = recipe.max_grad_norm if recipe else 1.0
-    made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=norm)
-    return workload, norm, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
+    made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=max_grad_norm)
+    return workload, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
 
 
 def _policies(compare: bool, named: list[str] | None) -> list[Policy]:
     from trainfit.plan.policies import USUAL, parse_policy
 
     return [parse_policy(text) for text in named or (USUAL if compare else ())]
+
+
+def _norm(text: str | None, recipe: Recipe | None) -> float | None:
+    """What gradients are clipped by; None for nothing. Raises RecipeError for what is no such norm."""
+    if text is None:
+        return recipe.max_grad_norm if recipe else 1.0
+    if text == "none":
+        return None
+    try:
+        norm = float(text)
+    except ValueError:
+        norm = math.nan
+    if not 0 < norm < math.inf:
+        raise RecipeError(f"--max-grad-norm {text} is no norm to clip by; give a number above 0, such as 1, or none")
+    return norm
 
 
 def _tokens(text: str | None, recipe: Recipe | None) -> int:

@@ -52,8 +52,7 @@ class Exports:
         return self.to is not None and (len(self.systems) > 1 or self.to.is_dir())
 
     def make(self, plan: Plan, hardware: Hardware, max_grad_norm: float | None) -> list[Export]:
-        norm = None if plan.strategy.optimizer.update == "backward" else max_grad_norm
-        return [export_plan(plan, name, hardware.spec.kind, max_grad_norm=norm) for name in self.systems]
+        return [export_plan(plan, name, hardware.spec.kind, max_grad_norm=max_grad_norm) for name in self.systems]
 
     def write(self, made: Sequence[Export]) -> dict[str, Path]:
         """The files, by system; none where they go to stdout."""

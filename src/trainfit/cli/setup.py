@@ -354,6 +354,9 @@ def _loss_chunks(text: str, workload: Workload, tokens: int) -> tuple[int, tuple
 
 
 def time_notes(hardware: Hardware) -> tuple[str, ...]:
-    """Where predicted times come from, when it is this machine's calibration."""
-    calibration = hardware.spec.calibration
-    return () if calibration is None else (f"times are from a calibration, {calibration.source}",)
+    """Where predicted times come from, when it is this machine's calibration; a link's figure that is unsure."""
+    calibration, link = hardware.spec.calibration, hardware.spec.link_bandwidth
+    notes = [] if calibration is None else [f"times are from a calibration, {calibration.source}"]
+    if hardware.count > 1 and link.confidence == "low":
+        notes.append(f"times of links are from {link.value / 1e9:.0f} GB/s, {link.source}")
+    return tuple(notes)

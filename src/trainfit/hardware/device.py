@@ -70,7 +70,7 @@ class DeviceSpec:
     memory_bytes: Figure
     tflops: Mapping[Precision, Figure] = field(hash=False)
     memory_bandwidth: Figure
-    link_bandwidth: Figure | None
+    link_bandwidth: Figure
     overhead_bytes: Figure
     allocation_granularity: int
     launch_seconds: Figure

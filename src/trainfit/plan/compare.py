@@ -42,6 +42,11 @@ class PolicyResult:
     slowdown: float | None = None
     why: str = ""
 
+    @property
+    def is_plan(self) -> bool:
+        """Whether it is the row of the plan itself."""
+        return self.policy == PLANNED
+
     def to_json(self) -> dict[str, Any]:
         return {
             "policy": self.policy,

@@ -31,7 +31,6 @@ from trainfit.techniques import TECHNIQUES
 from trainfit.techniques.base import Asked
 from trainfit.techniques.pipeline_cut import divide
 
-_SLOW_LINK = 1e9  # bytes a second where nothing is known of the link
 _LAYOUT_FIELDS = ("zero", "tensor", "pipeline")
 
 
@@ -151,8 +150,7 @@ def split_table(
 
 def transfer(hardware: Hardware, kind: str, num_bytes: int, ranks: Sequence[int]) -> float:
     """Seconds of one collective of these ranks."""
-    links = Links.of(hardware.spec) or Links(_SLOW_LINK)
-    return links.seconds(kind, num_bytes, len(ranks), ranks) if len(ranks) > 1 else 0.0
+    return Links.of(hardware.spec).seconds(kind, num_bytes, len(ranks), ranks) if len(ranks) > 1 else 0.0
 
 
 def resident_of(

@@ -8,7 +8,18 @@ batches whose saved activations live meanwhile:
     loss                  (w + 1) P[n-1] + before_loss                                             <= room
     backward of block i   w P[n-1] + P[i] + head_gradient + Q[i+1] + sum_t backward_peak[t, i] x   <= room
     embedding             w P[n-1] + Q[0] + embedding                                              <= room
-The least of sum seconds x is looked for, or, where nothing fits, the least room. HiGHS proves it (mip_rel_gap 0).
+The least of sum seconds x is looked for, or, where nothing fits, the least room. HiGHS proves it (mip_rel_gap 0). P and
+Q are columns of their own, bound from below: with equations presolve of HiGHS 1.12 loses optima of such programs (its
+issues 3043, 3073 and 3094), of 4000 small problems near one 194, and as bounds none. Written out in x they make no
+columns but rows so long that forty blocks of llama-2-13b took 46 s where this takes 4.
+
+NOTE [ Tolerances ]
+HiGHS works in floats, of which the room is a thousand. A row may be passed by 1e-6 of them, and a binary be as far from
+a whole number; so each row is given that, or half a byte where that is more. What an assignment needs is counted again
+in whole bytes, and one that passes the room is forbidden by a row of its own: what is found next is still the fastest
+that fits. After _MAX_FORBIDDEN of them the room is asked for less `_Program.slack_bytes`, the most that tolerances add
+up to in one event, some parts in a million of the room; then nothing passes it, and assignments that need all of it are
+lost. An excess above the slack is no rounding but a row that is missing or wrong: an AssertionError.
 
 NOTE [ What is left out of the program ]
 - A tier that another one of the same block beats or equals in every event and in seconds (`undominated`).
@@ -23,6 +34,7 @@ on top of all gradients. So it is tried, not assumed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,15 +42,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import coo_array
+
+from trainfit.plan.highs import minimum
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-# HiGHS' tolerances are absolute, 1e-6 at most: scaled so, they are a thousandth of a millionth of room and seconds.
+# HiGHS' tolerances are absolute: scaled so, they are a thousandth of a millionth of room and seconds.
 _SCALE = 1e3
+_TOLERANCE = 1e-6  # of rows and of whole numbers: mip_feasibility_tolerance, HiGHS' largest
+_MAX_FORBIDDEN = 8
 _INFINITY = float("inf")
 
 
@@ -121,14 +137,25 @@ def fastest(problem: Problem, room: int) -> Solution | None:
     quick = solution_of(problem, _cheapest(problem))
     if quick.peak_bytes <= room:
         return quick
-    asked = room
-    # HiGHS may pass a row by its tolerance, some bytes of GiB: then by so much less is asked.
-    while (tiers := _solve(problem, asked)) is not None:
-        found = solution_of(problem, tiers)
+    if problem.num_blocks == 0:
+        return None
+    program = _Program(problem, room)
+    for _ in range(_MAX_FORBIDDEN):  # See NOTE [ Tolerances ].
+        values = program.run()
+        if values is None:
+            return None
+        found = solution_of(problem, program.tiers(values))
         if found.peak_bytes <= room:
             return _tidied(problem, found, room)
-        asked -= found.peak_bytes - room
-    return None
+        program.check(found, room)
+        program.forbid(found.tiers)
+    program = _Program(problem, room - program.slack_bytes)
+    values = program.run()
+    if values is None:
+        return None
+    found = solution_of(problem, program.tiers(values))
+    program.check(found, room - program.slack_bytes)
+    return _tidied(problem, found, room)
 
 
 def _tidied(problem: Problem, found: Solution, room: int) -> Solution:
@@ -145,9 +172,11 @@ def smallest(problem: Problem) -> Solution:
     """The assignment with the lowest peak, and of those the fastest."""
     if problem.num_blocks == 0:
         return solution_of(problem, _cheapest(problem))
-    tiers = _solve(problem, None)
-    assert tiers is not None, "some assignment has the lowest peak"
-    low = solution_of(problem, tiers)
+    program = _Program(problem, None)
+    values = program.run()
+    assert values is not None, "some assignment has the lowest peak"
+    low = solution_of(problem, program.tiers(values))
+    program.check(low, math.ceil(values[-1] * program.unit))
     return fastest(problem, low.peak_bytes) or low
 
 
@@ -157,8 +186,8 @@ def seconds_bound(problem: Problem, room: int) -> float:
     if quick.peak_bytes <= room or problem.num_blocks == 0:
         return quick.seconds if quick.peak_bytes <= room else _INFINITY
     program = _Program(problem, room)
-    result = program.run(whole=False)
-    return _INFINITY if result.x is None else float(program.cost @ result.x[: program.cost.size])
+    values = program.run(whole=False)
+    return _INFINITY if values is None else float(program.cost @ values[: program.cost.size])
 
 
 def peak_bound(problem: Problem) -> int:
@@ -220,15 +249,6 @@ def _cheapest(problem: Problem) -> Integers:
     return np.asarray(np.where(ties, problem.saved, np.iinfo(np.int64).max).argmin(0), dtype=np.int64)
 
 
-def _solve(problem: Problem, room: int | None) -> Integers | None:
-    """Tiers of the fastest within room, or those of the lowest peak."""
-    if problem.num_blocks == 0:
-        return None
-    program = _Program(problem, room)
-    result = program.run()
-    return None if result.x is None else program.tiers(result.x)
-
-
 class _Program:
     """See NOTE [ The program ]. room None: the least room is looked for.
 
@@ -244,6 +264,7 @@ class _Program:
         self.cost: Floats = problem.seconds[self.tier, self.block]
         highest = _extreme_moments(problem, np.max).max() if room is None else room
         self.unit = max(1.0, float(highest)) / _SCALE  # bytes
+        self.tolerance_bytes = max(0.5, _TOLERANCE * self.unit)  # what each event is given
         self._rows: list[tuple[Any, ...]] = []  # (columns, coefficients)
         self._low: list[float] = []
         self._high: list[float] = []
@@ -287,12 +308,13 @@ class _Program:
             self._add([(np.arange(where.start, where.stop), np.ones(where.stop - where.start))], 1.0, 1.0)
 
     def _sums(self) -> None:
+        """P and Q are at least the sums, and no event is better off with more."""
         last = self.num_blocks - 1
         for block in range(self.num_blocks):
             before = [(self._saved(block - 1), 1.0)] if block else []
-            self._add([(self._saved(block), -1.0), *before, self._picked(self.problem.saved, block)], 0.0, 0.0)
+            self._add([(self._saved(block), -1.0), *before, self._picked(self.problem.saved, block)], -_INFINITY, 0.0)
             after = [(self._left(block + 1), 1.0)] if block < last else []
-            self._add([(self._left(block), -1.0), *after, self._picked(self.problem.gradient, block)], 0.0, 0.0)
+            self._add([(self._left(block), -1.0), *after, self._picked(self.problem.gradient, block)], -_INFINITY, 0.0)
 
     def _events(self) -> None:
         problem, last = self.problem, self.num_blocks - 1
@@ -311,11 +333,20 @@ class _Program:
         if self.room is None:
             self._add([*terms, (self._room, -1.0)], -_INFINITY, -constant / self.unit)
         elif highest > self.room:
-            self._add(terms, -_INFINITY, (self.room - constant) / self.unit)
+            self._add(terms, -_INFINITY, (self.room + self.tolerance_bytes - constant) / self.unit)
+
+    def forbid(self, tiers: Integers) -> None:
+        """This assignment, which passes the room by rounding."""
+        columns = np.flatnonzero(self.tier == tiers[self.block])
+        self._add([(columns, np.ones(columns.size))], -_INFINITY, self.num_blocks - 1.0)
 
     # ---- the answer ------------------------------------------------------------------------------------------------
 
-    def run(self, *, whole: bool = True) -> Any:
+    def run(self, *, whole: bool = True) -> Floats | None:
+        """The columns of the best; None where nothing fits. whole: whether blocks may not be in parts.
+
+        Raises SolverError where HiGHS stops without either.
+        """
         size = self._room + (self.room is None)
         rows = np.repeat(np.arange(len(self._rows)), [columns.size for columns, _ in self._rows])
         columns = np.concatenate([columns for columns, _ in self._rows])
@@ -329,12 +360,28 @@ class _Program:
             cost[: self.num_choices] = self.cost * (_SCALE / max(float(self.cost.max()), 1e-30))
         integrality, high = np.zeros(size), np.full(size, _INFINITY)
         integrality[: self.num_choices], high[: self.num_choices] = float(whole), 1.0
-        return milp(
-            cost,
-            integrality=integrality,
-            bounds=Bounds(0.0, high),
-            constraints=LinearConstraint(matrix.tocsr(), self._low, self._high),
-            options={"mip_rel_gap": 0.0},
+        constraints = LinearConstraint(matrix.tocsr(), self._low, self._high)
+        return minimum(cost, integrality, Bounds(0.0, high), constraints)
+
+    @property
+    def slack_bytes(self) -> int:
+        """By how much one event may be above what was asked for, all tolerances together. See NOTE [ Tolerances ]."""
+        problem, copies = self.problem, self.problem.waiting + 1
+        rows = 1 + (copies + 1) * self.num_blocks  # the event's own, and those of the sums that it holds
+
+        def all_of(table: Integers) -> Integers:
+            return np.asarray((table * problem.undominated).sum(0))
+
+        own = np.maximum(all_of(problem.forward_peak), all_of(problem.backward_peak)).max()
+        parts = copies * all_of(problem.saved).sum() + all_of(problem.gradient).sum() + own
+        return int(self.tolerance_bytes + _TOLERANCE * (rows * self.unit + float(parts)))
+
+    def check(self, found: Solution, room: int) -> None:
+        """That tolerances explain by how much what was found passes the room that was asked for."""
+        excess = found.peak_bytes - room
+        assert excess <= self.slack_bytes, (
+            f"what was found needs {excess} bytes more than the {room} asked for, where tolerances explain "
+            f"{self.slack_bytes}: an event is missing from the program"
         )
 
     def tiers(self, values: Floats) -> Integers:

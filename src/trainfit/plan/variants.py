@@ -19,6 +19,7 @@ from dataclasses import replace
 from trainfit.hardware import Hardware
 from trainfit.plan.target import Target
 from trainfit.profile import Accuracy, OptimizerVariant, Precision
+from trainfit.rehearsal.operator_cost import ADAMW_BYTES
 from trainfit.rehearsal.trace import ModelFacts, Tracer
 from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, is_stored
 from trainfit.workload import Workload
@@ -59,13 +60,14 @@ def facts_of(tracer: Tracer, variant: OptimizerVariant) -> ModelFacts:
         return facts
     old, new = bytes_per_parameter(tracer.variant), bytes_per_parameter(variant)
     kept, before = new.beside + new.moments, old.beside + old.moments
+    spec = tracer.hardware.spec
+    traffic: float
     if variant.place == "host":
-        traffic, rate = 28.0 + _PIECE_TRAFFIC * (variant.states != "fp32"), tracer.hardware.spec.host_bandwidth.value
+        traffic, rate = ADAMW_BYTES + _PIECE_TRAFFIC * (variant.states != "fp32"), spec.host_bandwidth.value
     else:
         stored = _PIECE_TRAFFIC if is_stored(variant) else 0
-        traffic = 2 * (new.weights + kept) + new.gradients + stored
-        rate = tracer.hardware.spec.memory_bandwidth.value
-    clipping = 3 * new.gradients / tracer.hardware.spec.memory_bandwidth.value
+        traffic, rate = 2 * (new.weights + kept) + new.gradients + stored, spec.memory_bandwidth.value
+    clipping = 3 * new.gradients / spec.memory_bandwidth.value
     return replace(
         facts,
         optimizer_bytes=max(0, facts.optimizer_bytes + int((kept - before) * facts.num_trained)),

@@ -29,10 +29,7 @@ class Links:
     network_step: float = 0.0
 
     @classmethod
-    def of(cls, spec: DeviceSpec) -> Links | None:
-        """None where the device's links are not known."""
-        if spec.link_bandwidth is None:
-            return None
+    def of(cls, spec: DeviceSpec) -> Links:
         network = spec.network_bandwidth
         return cls(
             spec.link_bandwidth.value,

@@ -31,6 +31,8 @@ class OperatorTime(NamedTuple):
 
 NOTHING = OperatorTime(0.0, "launch")
 
+ADAMW_BYTES = 28  # that an fp32 update moves for a parameter: weight, two moments read and written, gradient read
+
 
 class _Memory:
     """What the latest operators touched: bytes in the mean, and how long ago each storage was among it.
@@ -154,15 +156,12 @@ class OperatorCost:
         """What an update in host memory takes, by its traffic."""
         if self.calibration is not None and (table := self.calibration.table("host_adamw.fp32")) is not None:
             elements = table.axes[0][-1]
-            rate = _ADAMW_BYTES * elements / table.at(elements)
+            rate = ADAMW_BYTES * elements / table.at(elements)
         else:
             rate = self.host_bytes_per_second
         host = replace(self, bytes_per_second=rate, launch_seconds=0.0, calibration=None, _known={}, _memory=_Memory())
         seconds = 0.0 if func.is_view else host._roofline(func, args, kwargs, output).seconds
         return OperatorTime(seconds, "host")
-
-
-_ADAMW_BYTES = 28  # a parameter: weight, two moments read and written, gradient read
 
 
 def is_recompute() -> bool:

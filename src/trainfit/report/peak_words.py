@@ -76,26 +76,29 @@ def _beside(profile: Profile, block: int) -> str:
 def _remedies(profile: Profile, strategy: Strategy) -> Iterator[str]:
     """Changes of the strategy that are not made yet: the first for each part, largest part first, then the second."""
     parts = sorted(profile.categories.items(), key=lambda item: -item[1])
-    found = [list(_REMEDIES[name](strategy)) for name, size in parts if size >= _WORTH_SAYING * profile.peak_bytes]
+    found = [
+        list(_REMEDIES[name](strategy, profile)) for name, size in parts if size >= _WORTH_SAYING * profile.peak_bytes
+    ]
     yield from dict.fromkeys(remedy for rank in zip_longest(*found) for remedy in rank if remedy is not None)
 
 
-def _of_parameters(strategy: Strategy) -> Iterator[str]:
+def _of_parameters(strategy: Strategy, profile: Profile) -> Iterator[str]:
     if strategy.zero.stage < 3 and strategy.mesh.data > 1:
         yield "share parameters over devices (ZeRO 3)"
     if strategy.optimizer.weights == "fp32":
         yield from _variant(strategy, "weights of 2 bytes, at some accuracy", weights="bf16_stochastic")
 
 
-def _of_optimizer(strategy: Strategy) -> Iterator[str]:
+def _of_optimizer(strategy: Strategy, profile: Profile) -> Iterator[str]:
     if strategy.optimizer.states == "fp32":
         yield from _variant(strategy, "optimizer states of 8 bits", states="int8")
     if strategy.zero.stage < 1 and strategy.mesh.data > 1:
         yield "share optimizer states over devices (ZeRO 1)"
-    yield from _variant(strategy, "optimizer states in host memory", place="host")
+    if not profile.is_on_host:
+        yield from _variant(strategy, "optimizer states in host memory", place="host")
 
 
-def _of_gradients(strategy: Strategy) -> Iterator[str]:
+def _of_gradients(strategy: Strategy, profile: Profile) -> Iterator[str]:
     if strategy.zero.stage < 2 and strategy.mesh.data > 1:
         yield "share gradients over devices (ZeRO 2)"
     yield from _variant(strategy, "gradients of 2 bytes", gradients="half")
@@ -112,22 +115,22 @@ def _variant(strategy: Strategy, words: str, **change: str) -> Iterator[str]:
         yield f"{words} ({', '.join(f'{key}={value}' for key, value in change.items())})"
 
 
-def _of_activations(strategy: Strategy) -> Iterator[str]:
+def _of_activations(strategy: Strategy, profile: Profile) -> Iterator[str]:
     if set(strategy.tiers) - {"full"}:
         yield "recompute more blocks, or more of each"
     yield from _smaller_batch(strategy)
 
 
-def _of_temporaries(strategy: Strategy) -> Iterator[str]:
+def _of_temporaries(strategy: Strategy, profile: Profile) -> Iterator[str]:
     yield from _smaller_batch(strategy)
 
 
-def _of_loss(strategy: Strategy) -> Iterator[str]:
+def _of_loss(strategy: Strategy, profile: Profile) -> Iterator[str]:
     yield f"the loss in more than {strategy.loss_chunks} chunk{'s' if strategy.loss_chunks > 1 else ''}"
     yield from _smaller_batch(strategy)
 
 
-def _of_communication(strategy: Strategy) -> Iterator[str]:
+def _of_communication(strategy: Strategy, profile: Profile) -> Iterator[str]:
     if strategy.zero.stage == 3 and strategy.zero.prefetch:
         yield "gather fewer blocks ahead (prefetch)"
 
@@ -139,7 +142,7 @@ def _smaller_batch(strategy: Strategy) -> Iterator[str]:
         yield "shorter sequences"
 
 
-_REMEDIES: Mapping[Category, Callable[[Strategy], Iterator[str]]] = {
+_REMEDIES: Mapping[Category, Callable[[Strategy, Profile], Iterator[str]]] = {
     "parameters": _of_parameters,
     "optimizer": _of_optimizer,
     "gradients": _of_gradients,

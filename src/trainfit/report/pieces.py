@@ -10,10 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.profile import Category
-from trainfit.units import format_bytes
+from trainfit.units import format_bytes, format_seconds
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 BAR_WIDTH = 32
+
+
+def seconds_cell(seconds: float) -> str:
+    """Of a table; a dash where nobody knows them, 0."""
+    return format_seconds(seconds) if seconds else "-"
 
 
 def table(*columns: str, title: str | None = None) -> Table:

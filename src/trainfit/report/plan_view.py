@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.report.peak_words import explain_peak
-from trainfit.report.pieces import bar, table
+from trainfit.report.pieces import bar, seconds_cell, table
 from trainfit.report.profile_view import speed_words
 from trainfit.step.strategy import Strategy, describe_mesh, describe_strategy, describe_variant, format_tiers
 from trainfit.units import format_bytes, format_seconds
@@ -31,13 +31,13 @@ def plan_view(plan: Plan) -> RenderableType:
     )  # fmt: skip
     speed = [Text(said)] if (said := speed_words(plan.predicted)) else []
     reason = [Text(f"{plan.reason[:1].upper()}{plan.reason[1:]}.")] if plan.fits else []
-    reason += [Text(line) for line in _what_binds(plan)]
+    reason += [Text(line) for line in what_binds(plan)]
     notes = [Text(f"note: {note}", style="yellow") for note in plan.notes]
     words = Text(" ".join(explain_peak(plan.predicted, plan.strategy)))
     return Group(title, _sides(plan), *speed, *reason, words, *notes)
 
 
-def _what_binds(plan: Plan) -> Iterator[str]:
+def what_binds(plan: Plan) -> Iterator[str]:
     """Which event limits the plan, and what a little more memory would buy."""
     if plan.binds:
         yield f"What binds: {plan.binds}."
@@ -62,7 +62,7 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("loss chunks", (str(s.loss_chunks) for s in both)),
         ("peak memory", (format_bytes(peak) for peak in peaks)),
         ("of it allocated", ("-", format_bytes(plan.predicted.peak_bytes)) if plan.predicted.reserved_bytes else ()),
-        ("step time", (format_seconds(each.step_seconds) if each.step_seconds else "-" for each in seconds)),
+        ("step time", (seconds_cell(each.step_seconds) for each in seconds)),
     ]
     found = ((name, tuple(values)) for name, values in rows)
     return [(name, values[0], values[1]) for name, values in found if values]
@@ -110,7 +110,7 @@ def alternatives_table(plan: Plan) -> Table:
     last.justify, last.no_wrap = "left", False
     shown = plan.alternatives[:MAX_ALTERNATIVES]
     for letter, alternative in zip(letters(len(shown)), shown):
-        seconds = format_seconds(alternative.step_seconds) if alternative.step_seconds else "-"
+        seconds = seconds_cell(alternative.step_seconds)
         peak = format_bytes(alternative.peak_bytes) + ("*" if alternative.rehearsed else " ")
         words = Text.assemble(describe_strategy(alternative.strategy), "\n", (alternative.why, "yellow"))
         made.add_row(letter, peak, seconds, words)

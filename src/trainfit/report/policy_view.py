@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.report.pieces import table
+from trainfit.report.pieces import seconds_cell, table
 from trainfit.step.strategy import Strategy, format_tiers
-from trainfit.units import format_bytes, format_seconds
+from trainfit.units import format_bytes
 
 if TYPE_CHECKING:
     from trainfit.plan.compare import PolicyResult
@@ -28,7 +28,7 @@ def policies_table(rows: Sequence[PolicyResult], strategy: Strategy, seq_len: in
     made.columns[1].justify = made.columns[5].justify = "left"
     made.columns[5].no_wrap = False
     for row in rows:
-        made.add_row(*_cells(row, allowed_bytes), style="bold" if row.policy == "trainfit" else "")
+        made.add_row(*_cells(row, allowed_bytes), style="bold" if row.is_plan else "")
     return made
 
 
@@ -42,7 +42,7 @@ def _cells(row: PolicyResult, allowed_bytes: int) -> tuple[str | Text, ...]:
         row.policy,
         _clip(format_tiers(row.strategy.tiers)),
         format_bytes(peak),
-        format_seconds(seconds) if seconds else "-",
+        seconds_cell(seconds),
         slower,
         fits,
     )

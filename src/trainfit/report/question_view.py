@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.report.pieces import facts, table
+from trainfit.report.pieces import facts, seconds_cell, table
 from trainfit.step.strategy import describe_strategy
-from trainfit.units import format_bytes, format_count, format_seconds
+from trainfit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from trainfit.plan.questions import Batch, Card, FewestDevices, LongestSequence, Trial
@@ -24,7 +24,7 @@ def sequence_view(answer: LongestSequence) -> RenderableType:
         end = "all positions that the model has"
     else:
         end = f"{answer.next.seq_len} tokens need {format_bytes(answer.next.over_bytes)} more than allowed"
-    return _answer(f"{answer.seq_len} tokens", answer.found, end)
+    return _answer(f"{answer.seq_len} tokens", answer.found, "why no more", end)
 
 
 def devices_view(answer: FewestDevices) -> RenderableType:
@@ -34,17 +34,18 @@ def devices_view(answer: FewestDevices) -> RenderableType:
     else:
         fewer = answer.fewer.strategy.mesh.size
         end = f"{fewer} need {format_bytes(answer.fewer.over_bytes)} more each than allowed"
-    return _answer(f"{answer.devices} device{'s' * (answer.devices > 1)}", answer.found, end)
+    return _answer(f"{answer.devices} device{'s' * (answer.devices > 1)}", answer.found, "why no fewer", end)
 
 
-def _answer(what: str, found: Trial, end: str) -> RenderableType:
+def _answer(what: str, found: Trial, why: str, end: str) -> RenderableType:
+    """why, end: the name and the words of what ends the search."""
     profile = found.predicted
     rows: list[tuple[str, str | Text]] = [
         ("answer", Text(what, style="bold green")),
-        ("why no more" if "device" not in what else "why no fewer", end),
+        (why, end),
         ("leanest step", describe_strategy(found.strategy)),
         ("peak memory", f"{format_bytes(profile.needed_bytes)} of {format_bytes(found.allowed_bytes)} allowed"),
-        ("step time", _seconds(profile.step_seconds)),
+        ("step time", seconds_cell(profile.step_seconds)),
     ]
     return Group(facts(rows))
 
@@ -80,7 +81,7 @@ def savings_table(plain: Trial, rows: Sequence[Saving]) -> Table:
     made = table("one change", "saves", "peak", "step", "against plain", "exactness", title=title)
     made.columns[5].justify, made.columns[5].no_wrap = "left", False
     peak, seconds = plain.predicted.needed_bytes, plain.predicted.step_seconds
-    made.add_row("none", "-", _peak(plain), _seconds(seconds), "-", "")
+    made.add_row("none", "-", _peak(plain), seconds_cell(seconds), "-", "")
     for row in sorted(rows, key=lambda row: -row.saved_bytes):
         if row.trial is None:
             made.add_row(row.change, "-", "-", "-", "-", Text(row.why, style="yellow"))
@@ -89,7 +90,7 @@ def savings_table(plain: Trial, rows: Sequence[Saving]) -> Table:
             row.change,
             f"{format_bytes(row.saved_bytes)} ({row.saved_bytes / peak:.0%})",
             _peak(row.trial),
-            _seconds(row.trial.predicted.step_seconds),
+            seconds_cell(row.trial.predicted.step_seconds),
             "-" if row.slowdown is None else f"{row.slowdown:+.1%}",
             row.accuracy,
         )
@@ -114,14 +115,10 @@ def cards_table(cards: Sequence[Card]) -> Table:
             describe_strategy(plan.strategy),
             format_bytes(profile.needed_bytes),
             format_bytes(plan.allowed_bytes),
-            _seconds(profile.step_seconds),
+            seconds_cell(profile.step_seconds),
             "-" if card.tokens_per_second is None else format_count(card.tokens_per_second),
         )
     return made
-
-
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds else "-"
 
 
 def _rate(tokens: int, seconds: float) -> str:

@@ -64,7 +64,8 @@ def _check_clipping(strategy: Strategy, max_grad_norm: float | None) -> None:
     if strategy.optimizer.update == "backward" and max_grad_norm is not None:
         raise RecipeError(
             f"optimizer.update backward has updated the last blocks before the norm of all gradients is known, which "
-            f"max_grad_norm {max_grad_norm:g} clips by; set max_grad_norm: null, or optimizer.update: step"
+            f"max_grad_norm {max_grad_norm:g} clips by; set max_grad_norm: null (--max-grad-norm none), or "
+            "optimizer.update: step"
         )
 
 

@@ -9,12 +9,13 @@ from itertools import groupby
 
 from trainfit.profile import Category, Moment, Phase, Profile
 from trainfit.report.html.axes import Axis, Tick, bytes_axis, seconds_axis
-from trainfit.report.html.markup import Markup, element, joined
+from trainfit.report.html.canvas import SIDE, axis_labels, drawing, grid
+from trainfit.report.html.markup import Markup, element
 from trainfit.report.html.palette import LAYERS
 from trainfit.report.names import NAMES
-from trainfit.units import format_bytes, format_seconds
+from trainfit.report.pieces import seconds_cell
+from trainfit.units import format_bytes
 
-SIDE = 1000.0  # of the square that the pictures are drawn in; the browser stretches it
 _HEADROOM = 1.1
 _FAR_ABOVE = 2.5  # a limit beyond so many peaks would press the layers flat: it is told in words
 _LABEL_SHARE = 0.11  # of the width, that a phase needs for its name
@@ -46,21 +47,14 @@ def area_chart(
     layers = [name for name in LAYERS if any(moment.categories.get(name) for moment in moments)]
     peak = peak_index(moments)
     shapes = [
-        *(_grid(tick) for tick in ticks),
+        *(grid(tick) for tick in ticks),
         *_layers(moments, layers, at, axis, names),
         *(_border(at[begin]) for begin, _, _ in list(_stretches(moments))[1:]),
         *(_limit(line, axis) for line in near),
         *_peak_mark(at[peak], axis.at(moments[peak].total_bytes)),
     ]
     words = f"{title}. Highest: {format_bytes(profile.peak_bytes)} in {profile.peak_phase}. The table beside says it."
-    svg = element(
-        "svg",
-        element("title", words),
-        joined(shapes),
-        view_box=f"0 0 {SIDE:.0f} {SIDE:.0f}",
-        preserve_aspect_ratio="none",
-        role="img",
-    )
+    svg = drawing(words, shapes)
     plot = [svg, *axis_labels(time_ticks, ticks), *_phase_names(moments, at), _peak_label(profile, at[peak], axis)]
     data = [[round(x, 4), moment.total_bytes, moment.phase, moment.place] for x, moment in zip(at, moments)]
     holder = element("div", *plot, class_="plot area", data_moments=json.dumps(data, separators=(",", ":")))
@@ -107,11 +101,6 @@ def _point(x: float, y: float) -> str:
     return f"{x * SIDE:.1f},{(1 - y) * SIDE:.1f}"
 
 
-def _grid(tick: Tick) -> Markup:
-    y = (1 - tick.at) * SIDE
-    return element("line", x1=0.0, x2=SIDE, y1=y, y2=y, class_="grid")
-
-
 def _border(x: float) -> Markup:
     return element("line", x1=x * SIDE, x2=x * SIDE, y1=0.0, y2=SIDE, class_="border")
 
@@ -135,14 +124,6 @@ def _peak_label(profile: Profile, x: float, axis: Axis) -> Markup:
     text = f"peak {format_bytes(profile.peak_bytes)}"
     style = f"{side};bottom:{100 * axis.at(profile.peak_bytes):.2f}%"
     return element("span", text, class_="peaklabel", style=style)
-
-
-def axis_labels(across: Sequence[Tick], up: Sequence[Tick]) -> Iterator[Markup]:
-    """Labels below and to the left of a plot, as text that does not stretch."""
-    for tick in up:
-        yield element("span", tick.label, class_="tick y", style=f"bottom:{100 * tick.at:.2f}%")
-    for tick in across:
-        yield element("span", tick.label, class_="tick x", style=f"left:{100 * tick.at:.2f}%")
 
 
 def _stretches(moments: Sequence[Moment]) -> Iterator[tuple[int, int, Phase]]:
@@ -181,7 +162,7 @@ def phase_rows(profile: Profile) -> list[tuple[str, str, str]]:
         seconds = profile.phase_seconds.get(phase, 0.0)
         if size:
             name = f"{phase} (peak)" if phase == profile.peak_phase else phase
-            rows.append((name, format_bytes(size), format_seconds(seconds) if seconds else "-"))
+            rows.append((name, format_bytes(size), seconds_cell(seconds)))
     return rows
 
 

@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING
 from trainfit.profile import Category, Profile, Tier
 from trainfit.report.compare import Comparison, comparison_rows
 from trainfit.report.html.area import Line, area_chart, category_rows, phase_rows
-from trainfit.report.html.markup import Markup, element, joined, table
-from trainfit.report.html.scatter import Kind, Point, scatter
+from trainfit.report.html.markup import Markup, element, table
+from trainfit.report.html.strategies import alternatives_section, policies_section
 from trainfit.report.html.strip import tier_rows, tier_strip
 from trainfit.report.html.style import CSS, SCRIPT
 from trainfit.report.names import NAMES
 from trainfit.report.peak_words import explain_peak
-from trainfit.report.plan_view import letters, side_rows
+from trainfit.report.pieces import seconds_cell
+from trainfit.report.plan_view import side_rows, what_binds
 from trainfit.report.profile_view import reserved_words, speed_words
 from trainfit.step.strategy import Strategy, describe_strategy
-from trainfit.units import format_bytes, format_count, format_seconds
+from trainfit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from trainfit.plan import Alternative, Plan
+    from trainfit.plan import Plan
+    from trainfit.plan.compare import PolicyResult
 
-_TALLEST = 3  # times what is allowed: a strategy beyond would press the others into one spot
 
-
-def plan_page(plan: Plan) -> Markup:
-    """What was chosen, what it will need and when, and what lost."""
+def plan_page(plan: Plan, policies: Sequence[PolicyResult] = ()) -> Markup:
+    """What was chosen, what it will need and when, what binds, and what lost. policies: those it was compared with."""
     title = f"{plan.workload} on {plan.device}"
     verdict = _verdict(plan.fits, plan.allowed_bytes - plan.predicted.needed_bytes)
     facts = [
         ("memory needed", format_bytes(plan.predicted.needed_bytes)),
         ("allowed", f"{format_bytes(plan.allowed_bytes)} of {format_bytes(plan.budget_bytes)}"),
-        ("time of a step", format_seconds(plan.predicted.step_seconds) if plan.predicted.step_seconds else "-"),
+        ("time of a step", seconds_cell(plan.predicted.step_seconds)),
         ("tokens of a step", format_count(plan.target.tokens_per_step)),
         ("plain training", format_bytes(plan.plain.peak_bytes)),
     ]
@@ -46,8 +46,10 @@ def plan_page(plan: Plan) -> Markup:
         *_notes(plan.notes),
         *_speed(plan.predicted),
         *_memory_section(plan.predicted, plan.strategy, allowed_bytes=plan.allowed_bytes),
+        *_binding_section(plan),
         *_tier_section(plan.strategy.tiers),
-        *_alternatives_section(plan),
+        *alternatives_section(plan),
+        *policies_section(plan, policies),
         element("h2", "Beside plain training"),
         table(head, rows, caption="Every setting, and what it comes to"),
     ]
@@ -70,7 +72,7 @@ def profile_page(
         ("memory needed", format_bytes(profile.needed_bytes)),
         ("usable", format_bytes(budget_bytes)),
         ("between steps", format_bytes(profile.resident_bytes)),
-        ("time of a step", format_seconds(profile.step_seconds) if profile.step_seconds else "-"),
+        ("time of a step", seconds_cell(profile.step_seconds)),
     ]
     about = f"One optimizer step, rehearsed: {describe_strategy(strategy)}, sequences of {seq_len} tokens"
     body = [
@@ -184,6 +186,26 @@ def _watched(profile: Profile, strategy: Strategy) -> str:
     return f"The picture shows {forwards} of {steps} micro batches, the first and the last among them, and the update."
 
 
+def _binding_section(plan: Plan) -> list[Markup]:
+    """The event that limits the plan, and what a little more memory would buy."""
+    words = [element("p", sentence) for sentence in what_binds(plan)]
+    if not words:
+        return []
+    rows = [
+        (
+            "as planned",
+            format_bytes(plan.budget_bytes),
+            seconds_cell(plan.predicted.step_seconds),
+            describe_strategy(plan.strategy),
+        )
+    ]
+    if (more := plan.more_memory) is not None:
+        with_more = format_bytes(plan.budget_bytes + more.bytes)
+        rows.append(("with more memory", with_more, seconds_cell(more.step_seconds), more.how))
+    head = ("", "budget", "step", "strategy")
+    return [element("h2", "What binds"), *words, table(head, rows, caption="What more memory would buy, estimated")]
+
+
 def _tier_section(tiers: Sequence[Tier]) -> list[Markup]:
     if not tiers:
         return []
@@ -195,45 +217,3 @@ def _tier_section(tiers: Sequence[Tier]) -> list[Markup]:
             ("blocks", "tier", "kept for backward", "computed again"), rows, caption="First to last block", numbers=9
         ),
     ]
-
-
-def _alternatives_section(plan: Plan) -> list[Markup]:
-    if not plan.alternatives:
-        return []
-    named = list(zip(letters(len(plan.alternatives)), plan.alternatives))
-    points = [Point(letter, each.step_seconds, each.peak_bytes, _kind(each, plan)) for letter, each in named]
-    chosen = Point(
-        "chosen" if plan.fits else "smallest", plan.predicted.step_seconds, plan.predicted.needed_bytes, "large"
-    )
-    if plan.fits:
-        chosen = Point("chosen", chosen.seconds, chosen.num_bytes, "chosen")
-    plain = Point("plain", plan.plain.step_seconds, plan.plain.peak_bytes, _kind(plan.plain, plan))
-    highest = _TALLEST * max(plan.allowed_bytes, chosen.num_bytes)
-    known = [point for point in (chosen, plain, *points) if point.seconds > 0]
-    shown = [point for point in known if point.num_bytes <= highest]
-    above = ", ".join(f"{point.label} {format_bytes(point.num_bytes)}" for point in known if point not in shown)
-    rows = [_row(letter, each) for letter, each in named]
-    picture = scatter(shown, allowed_bytes=plan.allowed_bytes) if shown else Markup("")
-    words = "Each dot is a strategy: further left is faster, lower needs less. Letters are those of the table."
-    words += f" Far above the picture: {above}." if above else ""
-    return [
-        element("h2", "What lost"),
-        element("p", words, class_="note"),
-        element("div", element("div", picture), element("div", _alternatives_table(rows)), class_="pair even"),
-    ]
-
-
-def _alternatives_table(rows: Sequence[Sequence[str]]) -> Markup:
-    caption = "* rehearsed, the others estimated"
-    head = ("", "strategy and why not", "peak", "step")
-    return table(head, rows, caption=caption, numbers=2)
-
-
-def _row(letter: str, each: Alternative) -> tuple[str, ...]:
-    words = joined([describe_strategy(each.strategy), element("br"), element("b", each.why)])
-    peak = format_bytes(each.peak_bytes) + ("*" if each.rehearsed else "")
-    return letter, words, peak, format_seconds(each.step_seconds) if each.step_seconds else "-"
-
-
-def _kind(each: Alternative, plan: Plan) -> Kind:
-    return "fits" if each.peak_bytes <= plan.allowed_bytes else "large"

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainfit.report.html.area import SIDE, axis_labels
 from trainfit.report.html.axes import Axis, spread_axis
-from trainfit.report.html.markup import Markup, element, joined
+from trainfit.report.html.canvas import SIDE, axis_labels, drawing, grid
+from trainfit.report.html.markup import Markup, element
 from trainfit.units import format_bytes, format_seconds
 
 Kind = Literal["chosen", "fits", "large"]
@@ -81,20 +81,13 @@ def scatter(points: Sequence[Point], *, allowed_bytes: int) -> Markup:
     at = [(across.at(point.seconds), up.at(point.num_bytes)) for point in points]
     boxes = place_labels([(x, y, point.label) for (x, y), point in zip(at, points)])
     shapes = [
-        *(_grid(tick.at) for tick in ticks),
+        *(grid(tick) for tick in ticks),
         _allowed(up, allowed_bytes),
         *(_leader(x, y, box) for (x, y), box in zip(at, boxes)),
         *(mark for (x, y), point in zip(at, points) for mark in _marks(x, y, point)),
     ]
     title = f"{len(points)} strategies by step time and peak memory; {format_bytes(allowed_bytes)} are allowed"
-    svg = element(
-        "svg",
-        element("title", title),
-        joined(shapes),
-        view_box=f"0 0 {SIDE:.0f} {SIDE:.0f}",
-        preserve_aspect_ratio="none",
-        role="img",
-    )
+    svg = drawing(title, shapes)
     labels = [_label(point, box) for point, box in zip(points, boxes)]
     plot = element("div", svg, *axis_labels(time_ticks, ticks), *labels, class_="plot scatter")
     scales = [name for name, axis in (("time", across), ("memory", up)) if axis.logarithmic]
@@ -106,10 +99,6 @@ def scatter(points: Sequence[Point], *, allowed_bytes: int) -> Markup:
         _legend(points, allowed_bytes),
         class_="chart",
     )
-
-
-def _grid(at: float) -> Markup:
-    return element("line", x1=0.0, x2=SIDE, y1=(1 - at) * SIDE, y2=(1 - at) * SIDE, class_="grid")
 
 
 def _allowed(up: Axis, allowed_bytes: int) -> Markup:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from trainfit.profile import Tier
-from trainfit.report.html.area import SIDE
-from trainfit.report.html.markup import Markup, element, joined
+from trainfit.report.html.canvas import SIDE, drawing
+from trainfit.report.html.markup import Markup, element
 from trainfit.report.html.palette import tier_colour
 from trainfit.report.names import TIER_WORDS
 
@@ -41,14 +41,7 @@ def tier_strip(tiers: Sequence[Tier]) -> Markup:
         for number, tier in enumerate(tiers)
     ]
     words = "; ".join(f"{_blocks(first, last)} {tier}" for tier, first, last in runs_of(tiers))
-    svg = element(
-        "svg",
-        element("title", f"Activation tier of each block: {words}"),
-        joined(cells),
-        view_box=f"0 0 {SIDE:.0f} {SIDE:.0f}",
-        preserve_aspect_ratio="none",
-        role="img",
-    )
+    svg = drawing(f"Activation tier of each block: {words}", cells)
     names = [_name(run, len(tiers)) for run in runs_of(tiers)]
     legend = [
         element("li", element("i", class_="chip", style=f"background:{tier_colour(tier)}"), tier)
