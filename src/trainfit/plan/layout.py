@@ -26,6 +26,7 @@ from trainfit.hardware import Hardware
 from trainfit.plan.cost import BlockTable, Resident, Shares
 from trainfit.profile import TIERS, Layout, Mesh, ShellTrace, Zero
 from trainfit.rehearsal.links import Links
+from trainfit.rehearsal.rehearse import operator_cost
 from trainfit.rehearsal.trace import ModelFacts
 from trainfit.techniques import TECHNIQUES
 from trainfit.techniques.base import Asked
@@ -194,7 +195,16 @@ def resident_of(
         earlier_gradient_bytes=left if accumulates else 0,
         working_bytes=working,
         update_bytes=int(facts.update_peak_bytes * share) // sharded,
-        **_seconds(facts, layout, hardware, int(parameters * gathered), gradients, share, compute_seconds),
+        **_seconds(
+            facts,
+            replace(layout, zero=zero),
+            hardware,
+            int(parameters * gathered),
+            gradients,
+            share,
+            compute_seconds,
+            accumulates=accumulates,
+        ),
     )
 
 
@@ -220,9 +230,11 @@ def _seconds(
     gradients: int,
     share: float,
     compute_seconds: float,
+    *,
+    accumulates: bool,
 ) -> dict[str, float]:
     """A device hides what its blocks' computation covers, all but the first block's gather and the last one's
-    reduction; a CPU nothing."""
+    reduction; a CPU nothing. What shards are copied into and out of buffers of collectives nothing hides."""
     mesh, zero = layout.mesh, layout.zero
     shards = range(0, mesh.shard * mesh.tensor, mesh.tensor)
     stride = mesh.shard * mesh.tensor
@@ -230,10 +242,20 @@ def _seconds(
     copies = transfer(hardware, "all_reduce", of_copies, range(0, mesh.replicate * stride, stride))
     gather = transfer(hardware, "all_gather", parameters, shards)
     reduce = transfer(hardware, "reduce_scatter", gradients, shards)
-    each = (2 * gather if zero.stage == 3 else 0.0) + (reduce if zero.reduces_each_micro_batch and zero.stage else 0.0)
+    reduces = bool(zero.stage) and zero.reduces_each_micro_batch
+    each = (2 * gather if zero.stage == 3 else 0.0) + (reduce if reduces else 0.0)
     if not hardware.is_host:
         seen = each / max(1, len(facts.structures))  # the first gather and the last reduction
         each = max(seen, each - compute_seconds)
     once = (gather if zero.stage in (1, 2) else 0.0) + (0.0 if zero.reduces_each_micro_batch else reduce) + copies
+    if zero.stage:
+        rate, rest = operator_cost(hardware).memory_rate, 1 - 1 / mesh.shard
+        moved_in_and_out, moved_in = 2 * parameters * (2 - rest) / rate, 2 * gradients / rate
+        each += 2 * moved_in_and_out if zero.stage == 3 else 0.0
+        once += moved_in_and_out if zero.stage < 3 else 0.0
+        if not reduces:
+            once += moved_in
+        else:  # and added up as shards, where the trace of a block has added up whole gradients
+            each += moved_in - (3 * gradients * rest / rate if accumulates else 0.0)
     update = facts.optimizer_seconds * share / (mesh.shard if zero.stage else 1)
     return {"micro_batch_seconds": each, "step_seconds": once + update}

@@ -73,14 +73,13 @@ class Rehearsals:
         simple = [each for each in open_points if family(each.point.strategy) == (False, False)]
         best = min(simple, key=lambda each: each.seconds, default=None)
         if best is not None and least < best.seconds <= _SIMPLE_FIRST * least:
-            yield from _first_that(self.search.best_first(kind=best.point.kind), self._fits)
+            for candidate in self.search.best_first(kind=best.point.kind):
+                yield candidate
+                if self._good:  # it fits
+                    break
         for candidate in self.search.best_first(may_win=self._may_win):
             if candidate.strategy not in self.profiles:
                 yield candidate
-
-    def _fits(self, candidate: Candidate) -> bool:
-        profile = self.profiles.get(candidate.strategy)
-        return profile is not None and profile.needed_bytes <= self.allowed_bytes
 
     def _weighed(self, candidate: Candidate) -> float:
         return self.profiles[candidate.strategy].step_seconds * candidate.weight
@@ -148,11 +147,3 @@ class Rehearsals:
 def with_expandable_segments(candidate: Candidate) -> Candidate:
     allocator = replace(candidate.strategy.allocator, expandable_segments=True)
     return replace(candidate, strategy=replace(candidate.strategy, allocator=allocator))
-
-
-def _first_that(candidates: Iterator[Candidate], is_enough: Callable[[Candidate], bool]) -> Iterator[Candidate]:
-    """Candidates up to the first with which it is enough, once it has been looked at."""
-    for candidate in candidates:
-        yield candidate
-        if is_enough(candidate):
-            return

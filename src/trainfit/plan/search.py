@@ -125,15 +125,15 @@ class Search:
     def _bounded(self, layout: Layout) -> Iterator[Bounded]:
         """Micro batches grow until not even the smallest strategy fits."""
         for size in micro_batch_sizes(self.target.sequences_per_rank(layout)):
-            fits = False
+            fits: bool | None = None  # nothing was offered: an update in backward takes one micro batch only
             for point in points_of(layout, size, self.target, self.asked):
                 case = self.sketched(point)
                 bound = Bounded(point, self._weight(point), _NEVER, case.peak_bound())
+                fits = fits or bound.peak_bytes <= self.allowed_bytes
                 if bound.peak_bytes <= self.allowed_bytes:
-                    fits = True
                     bound = replace(bound, seconds=case.seconds_bound(self.allowed_bytes) * bound.weight)
                 yield bound
-            if not fits:
+            if fits is False:
                 break
 
     def _weight(self, point: Point) -> float:

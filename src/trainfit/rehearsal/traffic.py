@@ -15,6 +15,9 @@ _ONLY_READS = frozenset({("_fused_adamw_", "grads")})
 # Of the argument at this position only as many elements are read as the output has: rows picked by an index.
 _PICKS: Mapping[str, int] = {"embedding": 0, "index": 0, "index_select": 0, "gather": 0}
 
+# FSDP's copy of a rank's shards into the place that they have in the buffer of all, the rest of which it leaves alone.
+_GATHER_COPY_IN = "all_gather_copy_in"
+
 
 def traffic_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> int:
     """What goes between the device's memory and its cores, each element once for each time that it is read or written.
@@ -23,6 +26,8 @@ def traffic_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
     read once. Of a table only the rows that are picked are read.
     """
     name = base_name(func)
+    if name == _GATHER_COPY_IN:
+        return 2 * sum(map(num_bytes, args[0]))
     total, written = 0, set()
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
