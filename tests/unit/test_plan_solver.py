@@ -23,7 +23,7 @@ from trainfit.plan.solver import (
     knapsack_bound,
     moments,
     peak_bound,
-    seconds_bound,
+    relaxed_bound,
     smallest,
     solution_of,
 )
@@ -76,7 +76,7 @@ def test_the_optimum_is_that_of_exhaustive_search(problem: Problem, part: float)
     assert found.peak_bytes <= room
     assert found.seconds == pytest.approx(best, rel=1e-12)
     assert problem.offered[found.tiers, np.arange(problem.num_blocks)].all()
-    assert seconds_bound(problem, room) <= best * (1 + 1e-6)
+    assert relaxed_bound(problem, room) <= best * (1 + 1e-6)
     assert knapsack_bound(problem, room) <= best * (1 + 1e-9)
     assert peak_bound(problem) <= min(peaks)
 
@@ -238,12 +238,12 @@ def test_only_a_proof_says_that_nothing_fits(monkeypatch: pytest.MonkeyPatch, st
     """A limit that was reached, or a failure, gives no values either."""
     answer = SimpleNamespace(status=status, x=None, message="why")
     monkeypatch.setattr(highs, "milp", lambda *args, **options: answer)
-    for ask in (fastest, seconds_bound):
+    for ask in (fastest, relaxed_bound):
         with pytest.raises(SolverError, match=f"HiGHS stopped with status {status}, no optimum: why"):
             ask(EVENTS["saved"], 7 * GIB)
     answer.status = 2
     assert fastest(EVENTS["saved"], 7 * GIB) is None
-    assert seconds_bound(EVENTS["saved"], 7 * GIB) == float("inf")
+    assert relaxed_bound(EVENTS["saved"], 7 * GIB) == float("inf")
 
 
 @given(problems())
@@ -292,5 +292,5 @@ def test_eighty_blocks_take_seconds_at_most(gradient: int):
     for part in (0.3, 0.5, 0.8):
         found = fastest(problem, int(low + part * (high - low)))
         assert found is not None
-        assert found.seconds <= seconds_bound(problem, int(low + part * (high - low))) * 1.001
+        assert found.seconds <= relaxed_bound(problem, int(low + part * (high - low))) * 1.001
     assert time.process_time() - begin < 10

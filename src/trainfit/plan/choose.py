@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
@@ -11,13 +12,15 @@ from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.reasons import accuracy_note, allocator_note, alternatives_of, more_memory, notes_of, why, why_not
 from trainfit.plan.rehearsals import Exact, Rehearsals
 from trainfit.plan.search import Search
-from trainfit.plan.space import layout_of
+from trainfit.plan.space import Point, layout_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
 from trainfit.profile import OptimizerVariant, Profile
 from trainfit.step.strategy import Strategy, describe_strategy, parse_tiers
 from trainfit.techniques.optimizer import skipping
 from trainfit.workload import Workload
+
+_DEEP = 24  # blocks: plain training of deeper models, which never fits, is estimated
 
 Progress = Callable[[str], None]
 
@@ -111,5 +114,8 @@ def _plain(num_blocks: int, target: Target, hardware: Hardware, search: Search, 
         optimizer=skipping(OptimizerVariant(target.optimizer.kind), target.precision, hardware),
     )
     why = "plain training: a device's share at once, no technique"
+    if num_blocks > _DEEP:
+        kept = search.uniform_of(Point(replace(strategy, tiers=()), strategy.micro_batch_size), "keep")
+        return Alternative(strategy, kept.peak_bytes, kept.step_seconds, False, why)
     profile = exact(strategy)
     return Alternative(strategy, profile.needed_bytes, profile.step_seconds, True, why)

@@ -19,15 +19,20 @@ _OPTIMAL, _INFEASIBLE = 0, 2  # milp's status
 Floats = npt.NDArray[np.float64]
 
 
-def minimum(cost: Floats, integrality: Floats, bounds: Bounds, constraints: LinearConstraint) -> Floats | None:
-    """The columns with the least cost; None where nothing fits. Raises SolverError where HiGHS stops without either."""
+def minimum(
+    cost: Floats, integrality: Floats, bounds: Bounds, constraints: LinearConstraint, *, gap: float = 0.0
+) -> Floats | None:
+    """The columns with the least cost; None where nothing fits. Raises SolverError where HiGHS stops without either.
+
+    gap: of the cost, by which what is found may be above the least.
+    """
     with _quiet_stdout():
         result = milp(
             cost,
             integrality=integrality,
             bounds=bounds,
             constraints=constraints,
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": gap},
         )
     if result.status not in (_OPTIMAL, _INFEASIBLE):
         raise SolverError(f"HiGHS stopped with status {result.status}, no optimum: {result.message}")

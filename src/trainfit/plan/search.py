@@ -2,10 +2,10 @@
 
 NOTE [ Best first ]
 Every point has a bound on its seconds and on its peak, from straight lines (sketch.py) and a knapsack (solver.py). A
-heap gives the point with the least bound. If it has not been solved, its sketch is, and it goes back with those seconds
+heap gives the point with the least bound. The first time it goes back with that of the program without whole numbers,
 less what a trace may find; the next time it is traced at its own micro batch, solved, and goes back with its true
 seconds; after that no other point can be faster, and it is the next candidate. So of thousands of points some dozens
-are solved, and fewer traced. Seconds are weighed, see NOTE [ What accuracy is worth ] in variants.py.
+are looked at, and fewer solved. Seconds are weighed, see NOTE [ What accuracy is worth ] in variants.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SKETCH_MAY_BE = 0.97  # of a sketch's seconds: what a trace may find instead
 
 
 class _Known(NamedTuple):
-    """What is known of a point in a search: the room for which it was bounded, and whether its sketch was solved."""
+    """What is known of a point in a search: the room for which it was bounded, and whether by all of its sketch."""
 
     room: int | None
     is_sketched: bool
@@ -210,8 +210,10 @@ class Search:
             elif candidate is not None:
                 self.emitted.append(candidate)
                 yield candidate
-            elif not known.is_sketched and (sketch := self.solve(point, room, traced=False)) is not None:
-                push(max(_SKETCH_MAY_BE * sketch.weighed_seconds, seconds), bounded, _Known(room, is_sketched=True))
+            elif not known.is_sketched:
+                bound = _SKETCH_MAY_BE * self.sketched(point).relaxed_seconds(room) * bounded.weight
+                if bound < _NEVER:
+                    push(max(bound, seconds), bounded, _Known(room, is_sketched=True))
             elif (solved := self.solve(point, room)) is not None:
                 push(solved.weighed_seconds, bounded, known, solved)
 
@@ -262,6 +264,13 @@ class Search:
         for tier in TIERS:
             if (solutions := case.uniform(tier)) is not None:
                 yield self._candidate(case, solutions)
+
+    def uniform_of(self, point: Point, tier: Tier) -> Candidate:
+        """A point with all blocks alike, by its sketch."""
+        case = self.sketched(point)
+        solutions = case.uniform(tier)
+        assert solutions is not None, f"{tier} is traced"
+        return self._candidate(case, solutions)
 
     def estimated(self, bounded: Bounded) -> Candidate:
         """The point's best by its sketch: the fastest that should fit, else the smallest."""

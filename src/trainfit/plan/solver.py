@@ -8,7 +8,8 @@ batches whose saved activations live meanwhile:
     loss                  (w + 1) P[n-1] + before_loss                                             <= room
     backward of block i   w P[n-1] + P[i] + head_gradient + Q[i+1] + sum_t backward_peak[t, i] x   <= room
     embedding             w P[n-1] + Q[0] + embedding                                              <= room
-The least of sum seconds x is looked for, or, where nothing fits, the least room. HiGHS proves it (mip_rel_gap 0). P and
+The least of sum seconds x is looked for, or, where nothing fits, the least room. HiGHS proves it (mip_rel_gap 0; with
+more than 16 blocks 1e-4 of the seconds, where to prove the rest takes twice as long and buys nothing). P and
 Q are columns of their own, bound from below: with equations presolve of HiGHS 1.12 loses optima of such programs (its
 issues 3043, 3073 and 3094), of 4000 small problems near one 194, and as bounds none. Written out in x they make no
 columns but rows so long that forty blocks of llama-2-13b took 46 s where this takes 4.
@@ -55,6 +56,7 @@ Flags = npt.NDArray[np.bool_]
 _SCALE = 1e3
 _TOLERANCE = 1e-6  # of rows and of whole numbers: mip_feasibility_tolerance, HiGHS' largest
 _MAX_FORBIDDEN = 8
+_FEW_BLOCKS, _GAP = 16, 1e-4  # more blocks than these: HiGHS may stop so near the least seconds
 _INFINITY = float("inf")
 
 
@@ -180,7 +182,7 @@ def smallest(problem: Problem) -> Solution:
     return fastest(problem, low.peak_bytes) or low
 
 
-def seconds_bound(problem: Problem, room: int) -> float:
+def relaxed_bound(problem: Problem, room: int) -> float:
     """No assignment that fits takes less: the program without whole numbers. Infinite where none fits."""
     quick = solution_of(problem, _cheapest(problem))
     if quick.peak_bytes <= room or problem.num_blocks == 0:
@@ -361,7 +363,8 @@ class _Program:
         integrality, high = np.zeros(size), np.full(size, _INFINITY)
         integrality[: self.num_choices], high[: self.num_choices] = float(whole), 1.0
         constraints = LinearConstraint(matrix.tocsr(), self._low, self._high)
-        return minimum(cost, integrality, Bounds(0.0, high), constraints)
+        gap = _GAP if self.room is not None and self.num_blocks > _FEW_BLOCKS else 0.0
+        return minimum(cost, integrality, Bounds(0.0, high), constraints, gap=gap)
 
     @property
     def slack_bytes(self) -> int:
