@@ -7,8 +7,9 @@ of small pieces consist of are timed in a small pool too, which they name "near"
 
 NOTE [ Whose seconds ]
 With one thread on a CPU, seconds are the processor's for this thread: what a neighbour took of the core is not in them.
-With several threads and on devices they are the clock's, the device's queue included. Calls are timed in PASSES over
-all kernels, of which the faster counts: a neighbour that slows down one pass is seldom there in the other.
+With several threads and on devices they are the clock's, the device's queue included. Kernels are timed in two passes,
+of which the faster counts: a neighbour that slows down one is seldom there in the other. The second goes over the least
+steady first, and ends when TABLES_SECONDS have gone by.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WEIGHT_BYTES = 32 * 2**20  # for matmuls, whose weights were last used a block o
 NEAR_BYTES = 2**20
 COLD_BYTES = 64 * 2**20  # for what goes over all gradients or states once a step
 _COLD = ("foreach", "adamw")
-PASSES = 2
+TABLES_SECONDS = 42.0  # what comes after the tables takes some ten seconds, and a minute was promised for all
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
 _SAMPLES_SECONDS = 2e-3  # samples are taken for as long, at least one and at most as many
@@ -143,12 +144,8 @@ def calibrate(
     """
     watch = Stopwatch(device)
     work = dict(_work(watch, device, grids or (Grids() if device.kind == "cpu" else DEVICE_GRIDS)))
-    best: dict[str, dict[Position, float]] = {name: {} for name in work}
     with torch.no_grad():
-        for done, (name, series) in enumerate([*work.items()] * PASSES):
-            report(name, done / len(work) / PASSES)
-            for position, seconds in series.measure().items():
-                best[name][position] = min(seconds, best[name].get(position, seconds))
+        best = _best_of(work, watch, report)
     report("operators around their kernels", 1.0)
     return Calibration(
         device=device.name,
@@ -160,6 +157,29 @@ def calibrate(
         per_operator=operator_overheads(watch.synchronized, device, tiers),
         tables={name: Table.grown(series.axes, best[name]) for name, series in work.items()},
     )
+
+
+def _best_of(work: Mapping[str, Series], watch: Stopwatch, report: Report) -> dict[str, dict[Position, float]]:
+    """The least seconds of two passes; the second goes over what was least steady first, and stops in time."""
+    best: dict[str, dict[Position, float]] = {name: {} for name in work}
+    unsteady: dict[str, float] = {}
+
+    def measure(name: str) -> None:
+        before = len(watch.spreads)
+        for position, seconds in work[name].measure().items():
+            best[name][position] = min(seconds, best[name].get(position, seconds))
+        unsteady[name] = statistics.mean(watch.spreads[before:] or [0.0])
+
+    begin = time.perf_counter()
+    for done, name in enumerate(work):
+        report(name, done / len(work) / 2)
+        measure(name)
+    for done, name in enumerate(sorted(work, key=unsteady.__getitem__, reverse=True)):
+        if time.perf_counter() - begin > TABLES_SECONDS:
+            break
+        report(name, 0.5 + done / len(work) / 2)
+        measure(name)
+    return best
 
 
 def _work(watch: Stopwatch, device: Accelerator, grids: Grids) -> Iterator[tuple[str, Series]]:
