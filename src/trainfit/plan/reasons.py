@@ -31,7 +31,7 @@ def alternatives_of(
             continue
         seen.add(candidate.strategy)
         exact = rehearsed.get(candidate.strategy)
-        peak = exact.needed_bytes if exact else candidate.peak_bytes
+        peak = exact.needed_bytes if exact else candidate.peak_bytes + search.excess_of(candidate.point)
         seconds = exact.step_seconds if exact else candidate.step_seconds * scale
         words = _why_lost(candidate, peak, seconds, search.allowed_bytes, chosen, profile)
         yield Alternative(candidate.strategy, peak, seconds, exact is not None, words)
@@ -78,8 +78,10 @@ def _why_lost(
         words = f"needs {format_bytes(peak - allowed)} more than allowed"
     elif seconds < best and candidate.weight > chosen.weight:
         words = f"{1 - seconds / best:.1%} faster, too little for what is {accuracy_of(variant, precision)}"
+    elif seconds < best:
+        words = f"estimated {1 - seconds / best:.1%} faster, and not rehearsed: too little, or too long"
     else:
-        words = f"{max(0.0, seconds / best - 1):.1%} slower" if best else "slower"
+        words = f"{seconds / best - 1:.1%} slower" if best else "slower"
     return words + (f" ({accuracy_of(variant, precision)})" if variant != chosen.strategy.optimizer else "")
 
 
