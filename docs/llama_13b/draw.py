@@ -46,10 +46,11 @@ def document(height: int, title: str, body: Sequence[str]) -> str:
     light = "".join(f".{name}{{fill:{pair[0]}}}" for name, pair in COLOURS.items())
     dark = "".join(f".{name}{{fill:{pair[1]}}}" for name, pair in COLOURS.items())
     style = (
-        "text{font:13px system-ui,sans-serif;fill:#1f2328}.ground{fill:#ffffff;stroke:#d1d9e0}.title{font-weight:600;"
+        "text{font:13px system-ui,sans-serif;fill:#1f2328;stroke:#ffffff;stroke-width:3;paint-order:stroke}"
+        ".ground{fill:#ffffff;stroke:#d1d9e0}.title{font-weight:600;"
         "font-size:15px}.limit{stroke:#1f2328;stroke-dasharray:5 4}.cut{stroke:#ffffff;stroke-width:3;fill:none}"
         f".soft{{fill:#59636e}}.end{{text-anchor:end}}.middle{{text-anchor:middle}}{light}"
-        "@media(prefers-color-scheme:dark){text{fill:#f0f6fc}.ground{fill:#0d1117;stroke:#3d444d}"
+        "@media(prefers-color-scheme:dark){text{fill:#f0f6fc;stroke:#0d1117}.ground{fill:#0d1117;stroke:#3d444d}"
         f".limit{{stroke:#f0f6fc}}.cut{{stroke:#0d1117}}.soft{{fill:#9198a1}}{dark}}}"
     )
     return "\n".join(

@@ -19,7 +19,6 @@ from trainfit.workload.resolve import workload_from_config
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "llama-13b-on-8x910.md"
-needs_page = pytest.mark.skipif(not PAGE.exists(), reason="the page is not made: run `make article`")
 AGAIN = "the page is older than the code: run `make article`"
 
 
@@ -58,7 +57,6 @@ def test_the_tracer_counts_the_tensors_that_autograd_saves_and_what_the_kernel_k
     assert story.hidden_bytes == 3 * 32 * 64 * 2
 
 
-@needs_page
 def test_the_page_shows_todays_figures_of_a_case_and_of_a_block() -> None:
     case = technique_case(BIG, BATCHES[0], "no technique")
     profile = answer(case)
@@ -70,7 +68,6 @@ def test_the_page_shows_todays_figures_of_a_case_and_of_a_block() -> None:
         assert [f"`{tier}`", f"{saved / 1e9:.2f}", f"{saved / story.hidden_bytes:.1f}"] in rows, AGAIN
 
 
-@needs_page
 def test_the_page_has_every_case_and_its_pictures_are_well_formed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     names = [row[:2] for row in rows_of_page()]
