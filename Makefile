@@ -8,8 +8,10 @@ BIN := $(VENV)/bin
 train: venv
 	$(BIN)/trainfit train recipes/quickstart.yaml
 
+# One process for each of two files; what starts ranks itself, or a device, has the machine alone.
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/parity
+	$(BIN)/python -m pytest tests/distributed tests/standin
 
 lint: venv
 	$(BIN)/ruff check src tests benchmarks docs
