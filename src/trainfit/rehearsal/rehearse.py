@@ -81,6 +81,8 @@ def rehearse(
             return rehearsed_of(short, replace(strategy, tiers=tuple(strategy.tiers[at] for at in cut.kept)), cut)
         except NotAlikeError:
             pass  # more blocks then, at the price of time
+        except TrainfitError:
+            break  # to be said of the blocks that were asked for, with their numbers
     return rehearsed_of(workload, strategy, None)
 
 
