@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainfit.errors import RecipeError
 from trainfit.hardware import find_device
 from trainfit.profile import Mesh, OptimizerVariant, Pipeline, Profile, TensorParallel, Zero
 from trainfit.rehearsal import rehearse
@@ -122,6 +123,11 @@ def _without_seconds(profile: Profile) -> dict[str, Any]:
         for name, value in vars(profile).items()
         if "seconds" not in name and name != "timeline"
     }
+
+
+def test_what_fails_is_said_of_the_blocks_that_were_asked_for():
+    with pytest.raises(RecipeError, match=r"model\.layers\.6 never calls"):
+        rehearse(workload(), strategy("6*full,6*recompute_core"), NPU)
 
 
 def test_few_blocks_all_run():

@@ -306,3 +306,13 @@ def test_an_update_in_host_memory_moves_all_that_it_has():
     """Weights and moments twice, gradients once."""
     size = bytes_per_parameter(OptimizerVariant())
     assert 2 * (size.weights + size.moments) + size.gradients == ADAMW_BYTES
+
+
+def test_marks_for_a_profiler_take_a_device_no_time():
+    """FSDP sets two dozen for each block; a launch each would be a millisecond for four blocks."""
+    cost = cost_of(None, runs_ahead=True)
+    mark = torch.ops.profiler._record_function_enter_new.default
+    handle = mark("FSDP::unshard", None)
+    assert cost.seconds(mark, ("FSDP::unshard", None), {}, handle) == 0
+    end = torch.ops.profiler._record_function_exit._RecordFunction
+    assert cost.seconds(end, (handle,), {}, end(handle)) == 0

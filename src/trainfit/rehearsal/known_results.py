@@ -5,7 +5,8 @@ A fake kernel computes shapes, which for equal shapes are equal: layers of a mod
 ask the same thousands of times. PyTorch remembers as well (FakeTensorMode.cache), with keys so general that they cost
 more than most kernels; here there are neither symbolic shapes nor other devices. Remembered is where each output's
 memory comes from: its own, an argument's, or it is an argument itself. Anything else (numbers, constants, operators
-that change shapes in place or write to out=, outputs that share memory of their own) is asked for each time.
+that change shapes in place or write to out=, outputs that share memory of their own, sparse ones, conjugates, other
+devices, and all in inference mode, whose tensors are not made like this) is asked for each time.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _kinds: dict[Any, bool] = {}
 
 
 def known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Any) -> Any:
-    """compute(func, args, kwargs), or what it would give. Only for FakeTensors on the CPU."""
-    if not _may_be_known(func):
+    """compute(func, args, kwargs), or what it would give: known of FakeTensors on the CPU."""
+    if not _may_be_known(func) or torch.is_inference_mode_enabled():
         return compute(func, args, kwargs)
     tensors: list[FakeTensor] = []
     key = (func, _key(args, tensors), _key(tuple(kwargs.items()), tensors)) if kwargs else (func, _key(args, tensors))
-    if not tensors or any(type(tensor) is not FakeTensor or tensor.constant is not None for tensor in tensors):
+    if not tensors or not all(map(_is_plain, tensors)):
         return compute(func, args, kwargs)
     if key in _results:
         if (known := _results[key]) is None:
@@ -65,6 +66,17 @@ def _may_be_known(func: Any) -> bool:
     return known
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether shape, strides, offset and dtype say all about it."""
+    return (
+        type(tensor) is FakeTensor
+        and tensor.constant is None
+        and tensor.fake_device == _CPU
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
 def _key(value: Any, tensors: list[Any]) -> Any:
     """Equal for arguments that give the same shapes; collects the tensors in order."""
     if isinstance(value, Tensor):
@@ -90,7 +102,7 @@ def _description(output: Any, tensors: list[FakeTensor]) -> tuple[_Known, ...] |
     own: set[int] = set()
     found: list[_Known] = []
     for each in outputs:
-        if type(each) is not FakeTensor or each.constant is not None or each.is_conj() or each.is_neg():
+        if not isinstance(each, Tensor) or each.layout != torch.strided or not _is_plain(each):
             return None
         if (same := next((number for number, tensor in enumerate(tensors) if tensor is each), None)) is not None:
             found.append(same)

@@ -200,5 +200,8 @@ _FREE = frozenset(
         "aten::lift_fresh",
         "aten::detach",
         "prim::device",
+        # FSDP's marks for a profiler are dispatched as operators are, and launch nothing.
+        "profiler::_record_function_enter_new",
+        "profiler::_record_function_exit",
     }
 )

@@ -19,6 +19,7 @@ from trainfit.hardware import Hardware, Ranks, accelerator, ranks_of
 from trainfit.hardware.ranks import fake_process_group
 from trainfit.hardware.runtime import distributed_backend_of, rehearsed
 from trainfit.profile import Category, Mesh, Phase, Profile
+from trainfit.rehearsal.alike import runs_alike
 from trainfit.rehearsal.events import SHELL
 from trainfit.rehearsal.operator_cost import OperatorCost
 from trainfit.rehearsal.operators import FakeKernels
@@ -80,6 +81,8 @@ def rehearse(
             return rehearsed_of(short, replace(strategy, tiers=tuple(strategy.tiers[at] for at in cut.kept)), cut)
         except NotAlikeError:
             pass  # more blocks then, at the price of time
+        except TrainfitError:
+            break  # to be said of the blocks that were asked for, with their numbers
     return rehearsed_of(workload, strategy, None)
 
 
@@ -87,7 +90,7 @@ def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
     """Which blocks may be enough, the fewest first; none where all have to run. See NOTE [ Splicing ].
 
     Whatever looks at all blocks together in ways that the tracker does not know is rehearsed whole: an optimizer of the
-    workload's own, a loss scale for each block, several stages on a rank.
+    workload's own, a loss scale for each block, several stages on a rank, a model that runs blocks by their number.
     """
     scales = strategy.loss_scale is not None and strategy.loss_scale.per_block
     anatomy, mesh = workload.anatomy(), strategy.mesh
@@ -100,7 +103,9 @@ def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
     # The first block of a model is given sequences that are split already, and shifts what it hands on.
     near = max(1, strategy.zero.prefetch if mesh.data > 1 else 1) + strategy.tensor.sequence
     for reach in (near, near + 1):
-        if (cut := cut_of(list(zip(anatomy.structures, strategy.tiers)), stages, own, reach)) is not None:
+        if (cut := cut_of(list(zip(anatomy.structures, strategy.tiers)), stages, own, reach)) is None:
+            continue
+        if runs_alike(workload, cut, stages[own]):
             yield cut
 
 

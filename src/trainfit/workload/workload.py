@@ -40,6 +40,7 @@ class Workload:
         transformers has for its own models.
     start: the weights that a run begins with; None for those that make_model draws. A rehearsal does not read them.
     notes: sentences for the user about how the model was changed.
+    memo: what has been found out about the model, by whoever did; a copy begins with it.
     Raises RecipeError if seq_len is below 1 or above max_seq_len, ModelError if vocab_size is below 1.
     """
 
@@ -54,6 +55,7 @@ class Workload:
     tensor_plan: Mapping[str, str] | None = None
     start: StartWeights | None = None
     notes: tuple[str, ...] = ()
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _cache: dict[str, Anatomy] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,10 @@ class Workload:
                 f"seq_len is {self.seq_len}, but {self.name} has {self.max_seq_len} positions;"
                 f" use seq_len={self.max_seq_len} or less"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, where what was found out here may mean nothing."""
+        return {**vars(self), "memo": {}}
 
     def anatomy(self) -> Anatomy:
         """Where blocks, embedding, head and ties are. Built on meta at the first call, then kept.
@@ -84,6 +90,7 @@ class Workload:
         assert "make_model" not in changes, "another model has another anatomy"
         other = replace(self, **changes)
         other._cache.update(self._cache)
+        other.memo.update(self.memo)
         return other
 
     def changed(self, change: Callable[[nn.Module], None], words: str, notes: Sequence[str] = ()) -> Workload:
