@@ -14,7 +14,7 @@ from trainfit.plan.layout import resident_of, stage_parts
 from trainfit.plan.solver import Problem, solution_of
 from trainfit.plan.space import Point
 from trainfit.profile import TIERS, BlockTrace, Layout, Mesh, ShellTrace, Zero
-from trainfit.rehearsal.trace import ModelFacts
+from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.step import Strategy
 
 sizes = st.integers(0, 2**40)

@@ -23,7 +23,7 @@ from trainfit.plan.solver import (
 from trainfit.plan.space import Point
 from trainfit.plan.target import Target
 from trainfit.profile import TIERS, Phase, ShellTrace, Tier
-from trainfit.rehearsal.trace import ModelFacts, ModelTrace
+from trainfit.rehearsal.model_trace import ModelFacts, ModelTrace
 
 _ID_BYTES = 16  # a token's input id and label
 

@@ -26,8 +26,8 @@ from trainfit.hardware import Hardware
 from trainfit.plan.cost import BlockTable, Resident, Shares
 from trainfit.profile import TIERS, Layout, Mesh, ShellTrace, Zero
 from trainfit.rehearsal.links import Links
+from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.rehearsal.rehearse import operator_cost
-from trainfit.rehearsal.trace import ModelFacts
 from trainfit.techniques import TECHNIQUES
 from trainfit.techniques.base import Asked
 from trainfit.techniques.pipeline_cut import divide

@@ -25,7 +25,8 @@ from trainfit.plan.space import Point, asked_of, micro_batch_sizes, points_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share, weight_of
 from trainfit.profile import TIERS, Layout, Phase, Tier
-from trainfit.rehearsal.trace import ModelTrace, Tracer
+from trainfit.rehearsal.model_trace import ModelTrace
+from trainfit.rehearsal.trace import Tracer
 from trainfit.step.strategy import Strategy
 
 _SMALLEST_TRIED = 12  # points, when none fits

@@ -17,7 +17,8 @@ from functools import cached_property
 from typing import TypeVar
 
 from trainfit.profile import BlockTrace, Precision, ShellTrace, TensorParallel, Tier
-from trainfit.rehearsal.trace import ModelTrace, Tracer
+from trainfit.rehearsal.model_trace import ModelTrace
+from trainfit.rehearsal.trace import Tracer
 
 T = TypeVar("T", BlockTrace, ShellTrace)
 _FEW, _MORE = 2, 4  # chunks of the loss

@@ -10,7 +10,7 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.target import Target
 from trainfit.profile import AllocatorSettings, Layout, Tier
-from trainfit.rehearsal.trace import ModelFacts
+from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.step.strategy import Strategy
 from trainfit.techniques import TECHNIQUES
 from trainfit.techniques.base import Asked

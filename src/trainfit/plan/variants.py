@@ -19,8 +19,9 @@ from dataclasses import replace
 from trainfit.hardware import Hardware
 from trainfit.plan.target import Target
 from trainfit.profile import Accuracy, OptimizerVariant, Precision
+from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.rehearsal.operator_cost import ADAMW_BYTES
-from trainfit.rehearsal.trace import ModelFacts, Tracer
+from trainfit.rehearsal.trace import Tracer
 from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, is_stored
 from trainfit.workload import Workload
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.hardware import Hardware, Ranks
 from trainfit.hardware.runtime import rehearsed
@@ -27,11 +26,20 @@ from trainfit.profile import (
     TensorParallel,
     Tier,
 )
+from trainfit.rehearsal.cut_off import (
+    AllCaptured,
+    GradientSource,
+    carries_gradients,
+    hidden_of,
+    leaves_of,
+    put_back,
+    tensors_in,
+)
+from trainfit.rehearsal.model_trace import ModelFacts, ModelTrace
 from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors, model_errors, new_tracker, operator_cost
 from trainfit.rehearsal.shorten import shortened
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
-from trainfit.techniques import Build
 from trainfit.techniques.activation import forget_recompute, recompute_block
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
@@ -39,45 +47,6 @@ from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.optimizer import OptimizerStates, states_on_device
 from trainfit.techniques.tensor_parallel import TensorSplit
 from trainfit.workload import MicroBatch, Workload, run_model
-
-
-@dataclass(frozen=True)
-class ModelTrace:
-    """What the fast model knows of a workload at one micro batch and precision.
-
-    blocks: by structure and tier.
-    shell: by number of loss chunks.
-    shared_bytes: what all blocks are given besides hidden states (rotary tables, masks); it lives as long as any block.
-    """
-
-    blocks: Mapping[tuple[int, Tier], BlockTrace]
-    shell: Mapping[int, ShellTrace]
-    shared_bytes: int
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What does not depend on the batch: sizes in bytes; structures has one entry per block.
-
-    num_trained: parameters that train, tied ones once.
-    gradient_bytes: of all of them before the update; 0 where each goes as soon as it is there.
-    update_peak_bytes, optimizer_seconds: temporaries and time of the update.
-    """
-
-    structures: tuple[int, ...]
-    num_trained: int
-    parameter_bytes: int
-    block_bytes: int  # of all blocks' parameters
-    largest_block_bytes: int
-    optimizer_bytes: int
-    gradient_bytes: int
-    update_peak_bytes: int
-    optimizer_seconds: float
-    dim: int
-    vocab_size: int
-    can_chunk: bool
-    embedding_bytes: int = 0
-    head_bytes: int = 0
 
 
 class Tracer:
@@ -109,7 +78,7 @@ class Tracer:
         self._tuples = False  # whether blocks return tuples; known after the first one has run
         with fake_tensors() as self._mode, model_errors():
             self._build = prepare(workload, rehearsed(hardware.spec.kind))
-            self._carries = _carries_gradients(self._build)
+            self._carries = carries_gradients(self._build)
             self._build.precision = self._precision = precision
             FrozenWeights().apply(self._build, frozen_weights)
             if split is not None:
@@ -163,7 +132,10 @@ class Tracer:
                 for count in chunks
             }
         shared = [
-            tensor for _, inputs in captured.values() for tensor in _tensors(inputs) if tensor is not _hidden(inputs)
+            tensor
+            for _, inputs in captured.values()
+            for tensor in tensors_in(inputs)
+            if tensor is not hidden_of(inputs)
         ]
         return ModelTrace(blocks, shell, storage_bytes(shared))
 
@@ -206,7 +178,7 @@ class Tracer:
         gradients, update_peak, update_seconds = self._update()
         blocks = [storage_bytes(block.parameters()) for block in build.blocks]
         captured = self._block_inputs(1, self._precision)
-        hidden = next((_hidden(inputs) for _, inputs in captured.values()), None)
+        hidden = next((hidden_of(inputs) for _, inputs in captured.values()), None)
         return ModelFacts(
             structures=build.anatomy.structures,
             num_trained=sum(p.numel() for p in build.model.parameters() if p.requires_grad),
@@ -307,7 +279,7 @@ class Tracer:
             def pre_forward(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 captured[structure] = block, (args, kwargs)
                 if len(captured) == len(first):
-                    raise _AllCaptured
+                    raise AllCaptured
 
             return pre_forward
 
@@ -320,7 +292,7 @@ class Tracer:
         try:
             with self._autocast(precision):
                 run_model(self._build.model, ids)
-        except _AllCaptured:
+        except AllCaptured:
             pass
         finally:
             for handle in handles:
@@ -332,11 +304,11 @@ class Tracer:
         if tier != "keep":
             recompute_block(block, tier, self._build.accelerator)
         try:
-            args, kwargs = _leaves(inputs, carries=self._carries)
-            return self._trace_call(lambda: block(*args, **kwargs), _tensors((args, kwargs)), precision)
+            args, kwargs = leaves_of(inputs, carries=self._carries)
+            return self._trace_call(lambda: block(*args, **kwargs), tensors_in((args, kwargs)), precision)
         finally:
             forget_recompute(block)
-            _put_back(block, before)
+            put_back(block, before)
             self._reset_gradients()
 
     def _trace_call(self, call: Any, inputs: list[Tensor], precision: Precision) -> BlockTrace:
@@ -350,7 +322,7 @@ class Tracer:
             output = output[0] if isinstance(output, tuple) else output
             forward_peak = tracker.peak_bytes()
             after_forward = tracker.live_bytes()
-            end = _GradientSource.apply(output)  # type: ignore[no-untyped-call]
+            end = GradientSource.apply(output)  # type: ignore[no-untyped-call]
             del output
             before_backward, middle = tracker.live_bytes(), len(tracker.log)
             tracker.phase = "backward"
@@ -404,7 +376,7 @@ class Tracer:
 
         def empty(index: int) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                hidden = _hidden((args, kwargs))
+                hidden = hidden_of((args, kwargs))
                 assert hidden is not None
                 if index == 0 and self._carries and not hidden.requires_grad:
                     hidden = hidden.detach().requires_grad_()  # as if what trains in the blocks were there
@@ -421,56 +393,4 @@ class Tracer:
             yield
         finally:
             for block, forward in zip(blocks, before):
-                _put_back(block, forward)
-
-
-def _put_back(block: nn.Module, forward: Any) -> None:
-    """forward: what was set on the block itself; None for its class's."""
-    block.__dict__.pop("forward", None)
-    if forward is not None:
-        block.forward = forward
-
-
-class _AllCaptured(Exception):  # noqa: N818
-    """Every structure has been seen; the rest of the forward need not run."""
-
-
-class _GradientSource(torch.autograd.Function):
-    """Ends a graph without holding its output, and starts backward with a gradient of the output's size."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        ctx.like = output.shape, output.dtype
-        return output.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        shape, dtype = ctx.like
-        return torch.empty(shape, dtype=dtype)
-
-
-def _carries_gradients(build: Build) -> bool:
-    """Whether hidden states carry a gradient between blocks: something in them or before them trains."""
-    embedding = build.anatomy.embedding
-    modules = [*build.blocks, *([build.model.get_submodule(embedding)] if embedding else [])]
-    return embedding is None or any(p.requires_grad for module in modules for p in module.parameters())
-
-
-def _leaves(inputs: Any, *, carries: bool) -> Any:
-    """Inputs cut off from what made them. The first is the hidden states, which carry a gradient in all blocks but the
-    first of a frozen embedding, if in any; rotary tables and masks among the others do not."""
-    hidden = _hidden(inputs)
-
-    def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_((carries and tensor is hidden) or tensor.requires_grad)
-
-    return tree_map_only(Tensor, leaf, inputs)
-
-
-def _hidden(inputs: Any) -> Tensor | None:
-    """The first floating point tensor that a block is given."""
-    return next((tensor for tensor in _tensors(inputs) if tensor.is_floating_point()), None)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+                put_back(block, forward)
