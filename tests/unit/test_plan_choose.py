@@ -18,7 +18,7 @@ from trainfit.plan.rehearsals import Rehearsals
 from trainfit.plan.search import Candidate, Search, best_of_each
 from trainfit.plan.space import micro_batch_sizes
 from trainfit.plan.variants import MUST_WIN, Tracers, weight_of
-from trainfit.profile import AllocatorSettings, OptimizerVariant, Profile
+from trainfit.profile import AllocatorSettings, Layout, Mesh, OptimizerVariant, Profile
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy
 from trainfit.techniques.optimizer import accuracy_of
@@ -136,6 +136,20 @@ def test_a_target_that_contradicts_the_workload_is_refused():
             target(**wrong)
     with pytest.raises(RecipeError, match="may_change"):
         target("1GiB", may_change=frozenset({"model"}))
+
+
+@pytest.mark.parametrize("layouts", [(Layout(),), ()], ids=["one device", "every layout of two"])
+def test_settings_that_do_not_go_together_are_named(layouts: tuple[Layout, ...]):
+    """With layouts to choose from it was an IndexError, with one a word on pipelines."""
+    asked = target("60GiB", precision="fp16", optimizer=OptimizerVariant(weights="bf16_master"), layouts=layouts)
+    with pytest.raises(RecipeError, match=r"bf16_master computes in bf16, precision is fp16"):
+        choose(SMALL, replace(find_device("h100"), count=2), asked)
+
+
+def test_too_few_micro_batches_for_a_pipeline_are_counted():
+    asked = Target(2**36, 128, 128, "bf16", layouts=(Layout(Mesh(pipeline=2)),))
+    with pytest.raises(RecipeError, match=r"are 1 sequences for each pipeline of 2 stages.* give 256, or fewer stages"):
+        choose(SMALL, replace(find_device("h100"), count=2), asked)
 
 
 def test_tokens_that_are_no_whole_sequences_are_rounded_and_said():

@@ -12,7 +12,7 @@ from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.reasons import accuracy_note, allocator_note, alternatives_of, more_memory, notes_of, why, why_not
 from trainfit.plan.rehearsals import Exact, Rehearsals
 from trainfit.plan.search import Search
-from trainfit.plan.space import Point, layout_of
+from trainfit.plan.space import Point, layout_of, micro_batch_sizes, refusal_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
 from trainfit.profile import OptimizerVariant, Profile
@@ -44,7 +44,7 @@ def choose(
     tracers = Tracers(workload, hardware, target)
     search = Search(tracers, hardware, target, allowed, clips=max_grad_norm is not None, on_progress=on_progress)
     if not search.points:
-        raise _too_few_micro_batches(target)
+        raise _no_strategy(search)
 
     def exact(strategy: Strategy) -> Profile:
         on_progress(f"rehearsing {describe_strategy(strategy)}")
@@ -93,9 +93,15 @@ def _check(workload: Workload, hardware: Hardware, target: Target) -> None:
         )
 
 
-def _too_few_micro_batches(target: Target) -> RecipeError:
-    layout = target.layouts[0]
+def _no_strategy(search: Search) -> RecipeError:
+    """Settings that do not go together, or too few micro batches for a pipeline."""
+    target, layout = search.target, search.layouts[0]
     has, stages = target.sequences_per_rank(layout), layout.mesh.pipeline
+    for size in micro_batch_sizes(has):
+        if layout.pipeline.fits(-(-has // size), stages) and (
+            refusal := refusal_of(layout, size, target, search.asked)
+        ):
+            return refusal
     enough = next(count for count in range(has + 1, 2**62) if layout.pipeline.fits(count, stages))
     return RecipeError(
         f"tokens_per_step {target.tokens_per_step} are {has} sequences for each pipeline of {stages} stages, which "

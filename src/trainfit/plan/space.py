@@ -65,17 +65,34 @@ def asked_of(workload: Workload, hardware: Hardware, target: Target, facts: Mode
 def points_of(layout: Layout, micro_batch_size: int, target: Target, asked: Asked) -> Iterator[Point]:
     """Every combination of the techniques' choices that makes a strategy."""
     sequences = target.sequences_per_rank(layout)
-    start = {
-        "micro_batch_size": micro_batch_size,
-        "accumulation_steps": -(-sequences // micro_batch_size),
-        **{name: getattr(layout, name) for name in _OF_LAYOUT},
-        "allocator": target.allocator or AllocatorSettings(),
-    }
-    for draft in _drafts(start, asked, len(TECHNIQUES)):
+    for draft in _drafts(_start(layout, micro_batch_size, target), asked, len(TECHNIQUES)):
         try:
             yield Point(Strategy(**draft), sequences)
         except RecipeError:
             continue  # choices that do not go together; Strategy says which
+
+
+def refusal_of(layout: Layout, micro_batch_size: int, target: Target, asked: Asked) -> RecipeError | None:
+    """Why there is no such point: what Strategy says of the first combination; None where one makes a strategy."""
+    first: RecipeError | None = None
+    for draft in _drafts(_start(layout, micro_batch_size, target), asked, len(TECHNIQUES)):
+        try:
+            Strategy(**draft)
+        except RecipeError as error:
+            first = first or error
+        else:
+            return None
+    return first
+
+
+def _start(layout: Layout, micro_batch_size: int, target: Target) -> dict[str, Any]:
+    """What of a strategy is chosen before the techniques."""
+    return {
+        "micro_batch_size": micro_batch_size,
+        "accumulation_steps": -(-target.sequences_per_rank(layout) // micro_batch_size),
+        **{name: getattr(layout, name) for name in _OF_LAYOUT},
+        "allocator": target.allocator or AllocatorSettings(),
+    }
 
 
 def _drafts(so_far: Mapping[str, Any], asked: Asked, left: int) -> Iterator[dict[str, Any]]:
