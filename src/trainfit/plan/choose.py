@@ -10,7 +10,7 @@ from trainfit.hardware import Hardware
 from trainfit.plan.judged import judged
 from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.reasons import accuracy_note, allocator_note, alternatives_of, more_memory, notes_of, why, why_not
-from trainfit.plan.rehearsals import Exact, Rehearsals
+from trainfit.plan.rehearsals import Rehearsals
 from trainfit.plan.search import Search
 from trainfit.plan.space import Point, layout_of, micro_batch_sizes, refusal_of
 from trainfit.plan.target import Target
@@ -53,8 +53,8 @@ def choose(
             workload, strategy, hardware, sequences=sequences, max_grad_norm=max_grad_norm, allowed_bytes=allowed
         )
 
-    plain = _plain(len(workload.anatomy().blocks), target, hardware, search, exact)
     rehearsals = Rehearsals(search, exact, allowed)
+    plain = _plain(len(workload.anatomy().blocks), target, hardware, search, rehearsals)
     chosen, profile = rehearsals.best()
     chosen = rehearsals.expanded.get(chosen.strategy, chosen)
     profile = rehearsals.profiles[chosen.strategy]
@@ -110,8 +110,8 @@ def _no_strategy(search: Search) -> RecipeError:
     )
 
 
-def _plain(num_blocks: int, target: Target, hardware: Hardware, search: Search, exact: Exact) -> Alternative:
-    """No technique, the whole step as one micro batch."""
+def _plain(num_blocks: int, target: Target, hardware: Hardware, search: Search, rehearsals: Rehearsals) -> Alternative:
+    """No technique, the whole step as one micro batch. It may be the best, where the search has it too."""
     replicas = max(layout.mesh.data for layout in search.layouts)
     strategy = Strategy(
         -(-target.sequences_per_step // replicas),
@@ -120,8 +120,11 @@ def _plain(num_blocks: int, target: Target, hardware: Hardware, search: Search, 
         optimizer=skipping(OptimizerVariant(target.optimizer.kind), target.precision, hardware),
     )
     why = "plain training: a device's share at once, no technique"
+    point = Point(replace(strategy, tiers=()), strategy.micro_batch_size)
     if num_blocks > _DEEP:
-        kept = search.uniform_of(Point(replace(strategy, tiers=()), strategy.micro_batch_size), "keep")
+        kept = search.uniform_of(point, "keep")
         return Alternative(strategy, kept.peak_bytes, kept.step_seconds, False, why)
-    profile = exact(strategy)
+    profile = rehearsals.exact(strategy)
+    if any(bounded.point == point for bounded in search.points):
+        rehearsals.consider(search.uniform_of(point, "keep"), profile)
     return Alternative(strategy, profile.needed_bytes, profile.step_seconds, True, why)

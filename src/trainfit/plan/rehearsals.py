@@ -63,6 +63,18 @@ class Rehearsals:
             return self._smallest()
         return best, self.profiles[best.strategy]
 
+    def consider(self, candidate: Candidate, profile: Profile) -> None:
+        """One that was rehearsed for another reason may be the best too."""
+        if profile.needed_bytes <= self.allowed_bytes:
+            self.profiles[candidate.strategy] = profile
+            self._keeps_pace(candidate, profile)
+            self._good[self._kind(candidate)] = candidate
+
+    def _keeps_pace(self, candidate: Candidate, profile: Profile) -> None:
+        if candidate.step_seconds:
+            pace = profile.step_seconds / candidate.step_seconds
+            self._paces[candidate.kind] = family(candidate.strategy), pace
+
     def _best(self) -> Candidate | None:
         return min(self._good.values(), key=self._weighed, default=None)
 
@@ -90,7 +102,7 @@ class Rehearsals:
             return True
         alike = [pace for of, pace in self._paces.values() if of == family(point.strategy)]
         own = self._paces.get(point.kind)
-        pace = own[1] if own else min(alike or [pace for _, pace in self._paces.values()])
+        pace = own[1] if own else min(alike or [pace for _, pace in self._paces.values()], default=1.0)
         return seconds * pace < (_WORTH_IT if len(self.search.layouts) > 1 else _NEAR) * self._weighed(best)
 
     def _kind(self, candidate: Candidate) -> object:
@@ -109,8 +121,7 @@ class Rehearsals:
             return None
         self._rehearsed += 1
         self.profiles[candidate.strategy] = profile
-        if candidate.step_seconds:
-            self._paces[kind] = family(candidate.strategy), profile.step_seconds / candidate.step_seconds
+        self._keeps_pace(candidate, profile)
         if self._expands and profile.peak_bytes <= self.allowed_bytes < profile.needed_bytes:
             profile = self._expanded(candidate, profile)
         excess, known = profile.needed_bytes - candidate.peak_bytes, self.search.excess.get(kind, 0)

@@ -23,6 +23,7 @@ from trainfit.rehearsal.alike import runs_alike
 from trainfit.rehearsal.events import SHELL
 from trainfit.rehearsal.operator_cost import OperatorCost
 from trainfit.rehearsal.operators import FakeKernels
+from trainfit.rehearsal.record import StepRecord
 from trainfit.rehearsal.shorten import shortened
 from trainfit.rehearsal.splice import Cut, NotAlikeError, cut_of
 from trainfit.rehearsal.tracker import StorageTracker
@@ -262,7 +263,9 @@ def watch_step(
     with tracker, tracker.whereabouts.watching(places), model_errors():
         step(batches)
     ids = sum(batch.inputs.numel() for batch in batches) + waiting * batches[0].inputs.numel()
-    return Watched(tracker.record, step.strategy, step.ranks.rank, ids, waiting, like, cut)
+    # What dies from here on does so outside of the step, and the tracker would still hear of it.
+    record = StepRecord(list(tracker.log), dict(tracker.record.names))
+    return Watched(record, step.strategy, step.ranks.rank, ids, waiting, like, cut)
 
 
 def _owned_states(step: TrainStep) -> Iterator[tuple[Tensor, object]]:
