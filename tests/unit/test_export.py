@@ -400,3 +400,11 @@ def test_an_unknown_system_names_the_nearest():
         check_system("deepsped")
     with pytest.raises(RecipeError, match="there are deepspeed, accelerate, torchtitan, megatron, mindspeed, trl"):
         check_system("xyz")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_batch_that_is_not_the_one_asked_for_is_said(system: str):
+    job = Job(Strategy(4, 8, mesh=Mesh(shard=8), zero=Zero(3)), 128, "cuda", "llama-x", "h100", "0123", sequences=244)
+    note = "batch: 256 sequences a step, not 244: every micro batch of a rank is full"
+    assert note in SYSTEMS[system](job).notes
+    assert note not in SYSTEMS[system](replace(job, sequences=256)).notes

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Job:
     """What is exported: a strategy, and what else the other system has to be told.
 
-    model, device, plan_hash: for the heading. max_grad_norm: None where nothing is clipped.
+    model, device, plan_hash: for the heading. max_grad_norm: None where nothing is clipped. sequences: of a step, as
+    asked for; None where the strategy's are.
     """
 
     strategy: Strategy
@@ -35,11 +36,13 @@ class Job:
     device: str
     plan_hash: str
     max_grad_norm: float | None = 1.0
+    sequences: int | None = None
 
     @classmethod
     def of_plan(cls, plan: Plan, kind: Kind, max_grad_norm: float | None = 1.0) -> Job:
         seq_len = plan.target.seq_len
-        return cls(plan.strategy, seq_len, kind, plan.workload, plan.device, plan.hash, max_grad_norm)
+        sequences = plan.target.sequences_per_step
+        return cls(plan.strategy, seq_len, kind, plan.workload, plan.device, plan.hash, max_grad_norm, sequences)
 
     @property
     def tiers(self) -> Tiers:
@@ -115,7 +118,9 @@ class Draft:
     def notes(self, system: str) -> tuple[str, ...]:
         """All of them, with one for every setting that differs from trainfit's default and was not dealt with."""
         rest = [f"{name} {value}: {system} has no setting for it" for name, value in self.left_out()]
-        return (*self._notes, *rest)
+        takes, asked = self.job.strategy.sequences_per_step, self.job.sequences
+        full = [f"batch: {takes} sequences a step, not {asked}: every micro batch of a rank is full"]
+        return (*(full if asked not in (None, takes) else ()), *self._notes, *rest)
 
     def left_out(self) -> Iterator[tuple[str, Any]]:
         for name, value in changed_settings(self.job.strategy):

@@ -140,8 +140,7 @@ class Card:
         """Of all devices together; None where nothing fits or nobody timed it."""
         if self.plan is None or not self.fits or not self.plan.predicted.step_seconds:
             return None
-        tokens = self.plan.strategy.sequences_per_step * self.plan.target.seq_len
-        return tokens / self.plan.predicted.step_seconds
+        return self.plan.predicted.tokens / self.plan.predicted.step_seconds
 
     def to_json(self) -> dict[str, Any]:
         return {
