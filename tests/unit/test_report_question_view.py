@@ -34,7 +34,7 @@ FEWER = FewestDevices(4, trial(512, 9, 4), trial(512, 11, 3))
     [
         (sequence_view(LONGER), "why no more", "768 tokens need 2.0 GiB more than allowed"),
         (sequence_view(LongestSequence(512, 256, trial(512, 9), None)), "why no more", "all positions"),
-        (devices_view(FEWER), "why no fewer", "3 need 1.0 GiB more each than allowed"),
+        (devices_view(FEWER), "why no fewer", "3 need 1.0 GiB more each than allowed, at ZeRO 3"),
         (devices_view(FewestDevices(1, trial(512, 9), None)), "why no fewer", "one is enough"),
     ],
 )

@@ -297,7 +297,7 @@ def fewest_devices(setting: Setting, layout_of: Callable[[int], Layout], *, at_m
             break
         low = count
     if not high:
-        raise _nothing_fits(f"not even {low} devices are enough", trials[low])
+        raise _nothing_fits(f"not even {low} devices are enough at ZeRO 3", trials[low], devices="")
     while high - low > 1:
         # What is asked next: one less than what fits, then halves.
         middle = high - 1 if high - 1 not in trials else (low + high) // 2
@@ -341,10 +341,11 @@ def compare_cards(
     return tuple(cards)
 
 
-def _nothing_fits(what: str, trial: Trial) -> DoesNotFitError:
+def _nothing_fits(what: str, trial: Trial, devices: str = " or more --devices") -> DoesNotFitError:
+    """devices: that advice, or nothing where more of them have been tried."""
     return DoesNotFitError(
         f"{what}: {describe_strategy(trial.strategy)} needs {format_bytes(trial.predicted.needed_bytes)}, "
         f"{format_bytes(states_bytes(trial.predicted))} of it parameters, gradients and optimizer states, and "
-        f"{format_bytes(trial.allowed_bytes)} are allowed; give it more --memory or more --devices, or --optimizer "
+        f"{format_bytes(trial.allowed_bytes)} are allowed; give it more --memory{devices}, or --optimizer "
         "weights=bf16_stochastic,states=int8"
     )

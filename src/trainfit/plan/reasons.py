@@ -101,11 +101,11 @@ def more_memory(search: Search, chosen: Candidate, profile: Profile) -> MoreMemo
 
 def why(chosen: Candidate, profile: Profile, plain: Alternative, allowed: int) -> str:
     share = plain.step_seconds / profile.step_seconds - 1 if profile.step_seconds else 0.0
+    time = f"{abs(share):.0%} {'less' if share < 0 else 'more'} time" if abs(share) >= 0.005 else "as long"
     return (
         f"the fastest that stays within {format_bytes(allowed)}: {describe_strategy(chosen.strategy)}; "
         f"its peak of {format_bytes(profile.peak_bytes)} comes in the {profile.peak_phase} phase; "
-        f"plain training needs {format_bytes(plain.peak_bytes)} and would take {abs(share):.0%} "
-        f"{'less' if share < 0 else 'more'} time"
+        f"plain training needs {format_bytes(plain.peak_bytes)} and would take {time}"
     )
 
 

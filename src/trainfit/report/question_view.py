@@ -33,7 +33,7 @@ def devices_view(answer: FewestDevices) -> RenderableType:
         end = "one is enough"
     else:
         fewer = answer.fewer.strategy.mesh.size
-        end = f"{fewer} need {format_bytes(answer.fewer.over_bytes)} more each than allowed"
+        end = f"{fewer} need {format_bytes(answer.fewer.over_bytes)} more each than allowed, at ZeRO 3"
     return _answer(f"{answer.devices} device{'s' * (answer.devices > 1)}", answer.found, "why no fewer", end)
 
 
