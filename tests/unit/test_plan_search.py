@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tiny_models import TINY_CONFIGS
 from trainfit.hardware import find_device, this_machine
 from trainfit.plan import Target
+from trainfit.plan import layout as layout_module
 from trainfit.plan.judged import judged_ranks
 from trainfit.plan.layout import meshes, stage_parts
 from trainfit.plan.search import Search
 from trainfit.plan.variants import Tracers
-from trainfit.profile import Layout, Mesh, Pipeline
+from trainfit.profile import Layout, Mesh, Pipeline, Zero
+from trainfit.rehearsal.rehearse import fake_tensors, operator_cost
 from trainfit.rehearsal.shorten import shortened
+from trainfit.rehearsal.traffic import traffic_bytes
 from trainfit.step import Strategy
 from trainfit.techniques import TECHNIQUES
 from trainfit.workload import workload_from_config
@@ -111,3 +116,28 @@ def test_a_shortened_model_has_the_blocks_that_were_kept():
     assert short is not None
     assert len(short.anatomy().blocks) == 2
     assert len(LLAMA.anatomy().blocks) == 4
+
+
+def test_the_fast_model_knows_what_fsdp_copies(monkeypatch: pytest.MonkeyPatch):
+    """Where links take no time, copies are left: out of two gathers of all parameters, read and written."""
+    monkeypatch.setattr(layout_module, "transfer", lambda *_: 0.0)
+    npu = replace(find_device("ascend-910b3"), count=4)
+    layout = Layout(Mesh(shard=4), Zero(3))
+    wanted = Target(2**34, 8 * 4 * 128, 128, "bf16", layouts=(layout,))
+    search = Search(Tracers(LLAMA, npu, wanted), npu, wanted, 2**34)
+    (point,) = [
+        each.point
+        for each in search.points
+        if (each.point.strategy.micro_batch_size, each.point.strategy.loss_chunks) == (1, 1)
+    ]
+    copies = search.sketched(point).stages[0].resident.micro_batch_seconds
+    rate = operator_cost(npu).memory_rate
+    whole = search.tracers.of(wanted.optimizer).facts.parameter_bytes
+    assert 2 * 2 * whole / rate < copies < 2 * 4 * whole / rate
+
+
+def test_a_copy_into_a_gathers_buffer_is_of_this_ranks_shards():
+    with fake_tensors():
+        shards, buffer = [torch.empty(6), torch.empty(2)], torch.empty(32)
+        func = torch.ops.fsdp.all_gather_copy_in.default
+        assert traffic_bytes(func, (shards, buffer, [6, 2], 8, 0), {}, (buffer[:8], buffer)) == 2 * 8 * 4

@@ -111,7 +111,6 @@ class Rehearsals:
 
     def _rehearse(self, candidate: Candidate) -> Profile | None:
         """None where the layout, which the search came up with, is not one for this model."""
-        kind = candidate.kind
         try:
             profile = self.exact(candidate.strategy)
         except (ModelError, RecipeError) as error:
@@ -124,7 +123,7 @@ class Rehearsals:
         self._keeps_pace(candidate, profile)
         if self._expands and profile.peak_bytes <= self.allowed_bytes < profile.needed_bytes:
             profile = self._expanded(candidate, profile)
-        excess, known = profile.needed_bytes - candidate.peak_bytes, self.search.excess.get(kind, 0)
+        excess, known = profile.needed_bytes - candidate.peak_bytes, self.search.excess_of(candidate.point)
         if profile.needed_bytes > self.allowed_bytes or excess < known - _SLACK * self.allowed_bytes:
             self.search.learn(candidate, excess)
         return profile

@@ -57,10 +57,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Cut:
-    """kept: blocks of the deep model that run, on all stages. repeats: of this rank's, in the shallow model's numbers.
-
-    deep: the block of the deep model for which one of the shallow stands first.
-    """
+    """kept: blocks of the deep model that run, on all stages. repeats: of this rank's, in the shallow's numbers."""
 
     kept: tuple[int, ...]
     repeats: tuple[Repeat, ...]
@@ -75,6 +72,7 @@ class Cut:
         }
 
     def deep(self, block: int) -> int:
+        """The block of the deep model for which one of the shallow stands first."""
         return self.kept[block]
 
     def of(self, block: int) -> Repeat | None:
@@ -104,8 +102,8 @@ def cut_of(kinds: Sequence[Hashable], stages: Sequence[Sequence[int]], own: int,
             continue
         copies, start = units - (2 * reach + 2), len(kept)
         end = position + units * size
-        lead, tail = (reach + 1) * size, (reach + 1) * size
-        kept += [*mine[position : position + lead], *mine[end - tail : end]]
+        edge = (reach + 1) * size  # blocks
+        kept += [*mine[position : position + edge], *mine[end - edge : end]]
         repeats.append(Repeat(start, len(kept), start + reach * size, size, copies, reach))
         position = end
     if not repeats or len(kept) > _WORTH_IT * len(mine) or any(len(blocks) < len(kept) for blocks in stages):
@@ -196,7 +194,7 @@ class _Splice:
 
     def _ascends(self, stretch: list[_Segment], repeat: Repeat) -> bool:
         """Whether the blocks after the unit's come after it."""
-        last = self.segments.index(stretch[-1]) if len(stretch) == 1 else self._index(stretch[-1])
+        last = self._index(stretch[-1])
         for segment in self.segments[last + 1 : last + 2]:
             if segment.block != -1 and repeat.start <= segment.block < repeat.stop:
                 return segment.block >= repeat.at
