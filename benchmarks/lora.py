@@ -19,7 +19,7 @@ from trainfit.hardware import Ranks, accelerator, this_machine
 from trainfit.profile import FrozenStorage
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, build_step
-from trainfit.step.strategy import describe_strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.train import Recipe, load_recipe, recipe_workload, train
 from trainfit.train.data import prepare_data
 from trainfit.train.evaluate import held_out_loss

@@ -31,7 +31,7 @@ from trainfit.plan import Plan, Target, choose
 from trainfit.profile import TIERS
 from trainfit.rehearsal import rehearse
 from trainfit.step import Strategy, build_step
-from trainfit.step.strategy import describe_strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.units import format_bytes
 from trainfit.workload import MicroBatch, workload_from_config
 

@@ -22,7 +22,7 @@ from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.measure import measure_rank
 from trainfit.rehearsal.processes import run_on_ranks
 from trainfit.step import Strategy, parse_tiers
-from trainfit.step.strategy import describe_strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.units import format_bytes
 from trainfit.workload import Workload, workload_from_config
 

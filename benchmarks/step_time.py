@@ -31,7 +31,7 @@ from trainfit.profile import OptimizerVariant, Profile
 from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.measure import random_window
 from trainfit.step import Strategy, build_step
-from trainfit.step.strategy import describe_strategy, parse_tiers
+from trainfit.step.strategy_text import describe_strategy, parse_tiers
 from trainfit.workload import Workload
 from trainfit.workload.resolve import workload_from_config
 

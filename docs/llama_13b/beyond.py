@@ -19,7 +19,7 @@ from llama_13b.cases import (
 from llama_13b.page import Answers, code, listed, prose
 from llama_13b.tables import GIB, arrangement, case_rows, fits, gib, needs, table
 from trainfit.plan import Plan
-from trainfit.step.strategy import format_tiers
+from trainfit.step.strategy_text import format_tiers
 
 GB = 10**9
 

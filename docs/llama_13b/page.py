@@ -26,7 +26,7 @@ from llama_13b.cases import (
 from llama_13b.tables import arrangement, fits, gib, memory_table, needs, plan_rows, speed_table, table
 from trainfit.plan import Plan
 from trainfit.profile import Profile
-from trainfit.step.strategy import format_tiers
+from trainfit.step.strategy_text import format_tiers
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from llama_13b.cases import Case
 from trainfit.plan import Plan
 from trainfit.profile import Category, Collective, Profile
-from trainfit.step.strategy import format_tiers
+from trainfit.step.strategy_text import format_tiers
 from trainfit.units import format_seconds
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from llama_13b.cases import BATCHES, BIG, TECHNIQUES, Case, all_jobs, answer, te
 from llama_13b.tables import part_cells, table
 from trainfit.hardware import find_device
 from trainfit.profile import OptimizerVariant, Profile
-from trainfit.step.strategy import parse_variant
+from trainfit.step.strategy_text import parse_variant
 from trainfit.workload.resolve import workload_from_config
 
 DOCS = Path(__file__).parents[2] / "docs"

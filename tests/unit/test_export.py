@@ -34,7 +34,7 @@ from trainfit.profile import (
     Zero,
 )
 from trainfit.step import Strategy, format_tiers, parse_tiers
-from trainfit.step.strategy import settings_without_effect
+from trainfit.step.strategy_rules import settings_without_effect
 
 KINDS = ("cuda", "npu", "cpu")
 BLOCKS = 8

@@ -18,7 +18,7 @@ from trainfit.rehearsal.course import MAX_MOMENTS, course_of, highs_and_lows
 from trainfit.rehearsal.events import Event
 from trainfit.rehearsal.whereabouts import Whereabouts
 from trainfit.step import Strategy
-from trainfit.step.strategy import parse_tiers
+from trainfit.step.strategy_text import parse_tiers
 from trainfit.workload import workload_from_module
 
 VOCAB, DIM, BLOCKS = 97, 32, 4

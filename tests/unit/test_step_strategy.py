@@ -17,7 +17,7 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import accelerator
 from trainfit.profile import PRECISIONS, TIERS, Mesh, Pipeline, Zero
 from trainfit.step import Strategy, build_step, format_tiers, parse_tiers
-from trainfit.step.strategy import settings_without_effect
+from trainfit.step.strategy_rules import settings_without_effect
 from trainfit.workload import workload_from_module
 
 tier_lists = st.lists(st.sampled_from(TIERS), max_size=40).map(tuple)

@@ -14,7 +14,7 @@ from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import accelerator
 from trainfit.profile import LossScale, OptimizerVariant
 from trainfit.step import Strategy, TrainStep, build_step
-from trainfit.step.strategy import describe_strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.techniques.block_scales import ScaleBook
 from trainfit.workload import MicroBatch, workload_from_config, workload_from_module
 

@@ -20,7 +20,7 @@ from trainfit.hardware.ranks import fake_process_group, ranks_of
 from trainfit.profile import Mesh, Pipeline, Zero
 from trainfit.rehearsal.rehearse import fake_tensors
 from trainfit.step import Strategy, TrainStep, build_step
-from trainfit.step.strategy import describe_strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.techniques.pipeline_cut import divide
 from trainfit.techniques.pipeline_window import even_window
 from trainfit.workload import IGNORED_LABEL, MicroBatch, Workload, dissect, workload_from_config, workload_from_module

@@ -18,7 +18,7 @@ def print_answer(
     setup: Setup, hardware: Hardware, what: str, view: RenderableType, answer: Mapping[str, Any], *, json: bool
 ) -> None:
     """One document of the answer and what it is about; or a heading that says `what`, the strategy, view and notes."""
-    from trainfit.step.strategy import describe_strategy
+    from trainfit.step.strategy_text import describe_strategy
 
     name, device, seq_len = setup.workload.name, hardware.spec.name, setup.workload.seq_len
     if json:

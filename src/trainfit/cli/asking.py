@@ -9,7 +9,7 @@ from trainfit.plan import Target
 from trainfit.plan.layout import default_layouts
 from trainfit.plan.questions import Setting, head_dim
 from trainfit.profile import Layout, Mesh, OptimizerVariant, Zero
-from trainfit.step.strategy import parse_variant
+from trainfit.step.strategy_text import parse_variant
 from trainfit.units import parse_bytes, parse_count
 
 

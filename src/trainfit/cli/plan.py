@@ -160,7 +160,7 @@ def _choose(
     )
     from trainfit.plan import Target
     from trainfit.profile import Layout
-    from trainfit.step.strategy import parse_variant
+    from trainfit.step.strategy_text import parse_variant
 
     say(f"Building {model}")
     wanted_bytes = parse_bytes(memory) if memory else recipe.memory if recipe else None

@@ -21,7 +21,7 @@ from trainfit.plan.space import layout_of
 from trainfit.profile import PRECISIONS, AllocatorSettings, LossScale, OptimizerVariant, Precision, Tier
 from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
-from trainfit.step.strategy import describe_strategy, describe_variant, format_tiers, parse_variant
+from trainfit.step.strategy_text import describe_strategy, describe_variant, format_tiers, parse_variant
 from trainfit.techniques.chunked_loss import auto_chunks
 from trainfit.techniques.pipeline_cut import divide
 from trainfit.train import Recipe, load_recipe, recipe_workload

@@ -16,7 +16,8 @@ from trainfit.plan.space import Point, layout_of, micro_batch_sizes, refusal_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
 from trainfit.profile import OptimizerVariant, Profile
-from trainfit.step.strategy import Strategy, describe_strategy, parse_tiers
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_text import describe_strategy, parse_tiers
 from trainfit.techniques.optimizer import skipping
 from trainfit.workload import Workload
 

@@ -16,7 +16,8 @@ from trainfit.plan.space import layout_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
 from trainfit.profile import Profile
-from trainfit.step.strategy import Strategy, describe_strategy
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.units import format_bytes
 from trainfit.workload import Workload
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from trainfit.errors import RecipeError
 from trainfit.profile import SEARCH_TIERS, TIERS, Tier
-from trainfit.step.strategy import parse_tiers
+from trainfit.step.strategy_text import parse_tiers
 
 ArgumentKind = Literal["none", "count", "ratio"]
 Tiers = tuple[Tier, ...]

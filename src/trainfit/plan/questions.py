@@ -21,7 +21,7 @@ from trainfit.plan.reasons import states_bytes
 from trainfit.plan.target import Target
 from trainfit.profile import AllocatorSettings, Layout, Profile
 from trainfit.step import Strategy, prepare
-from trainfit.step.strategy import describe_strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.techniques.chunked_loss import auto_chunks
 from trainfit.units import format_bytes
 from trainfit.workload import Workload

@@ -11,7 +11,8 @@ from trainfit.plan.search import Bounded, Candidate, Search, best_of_each
 from trainfit.plan.space import Point
 from trainfit.plan.target import Target
 from trainfit.profile import AllocatorSettings, Profile
-from trainfit.step.strategy import Strategy, describe_strategy, describe_variant
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_text import describe_strategy, describe_variant
 from trainfit.techniques.optimizer import ACCURACY_WORDS, accuracy_of, bytes_per_parameter
 from trainfit.units import format_bytes
 

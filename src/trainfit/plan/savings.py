@@ -10,7 +10,8 @@ from trainfit.errors import InputError
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.plan.questions import PLAIN, Setting, Trial
 from trainfit.profile import Accuracy, Mesh, OptimizerVariant, Zero
-from trainfit.step.strategy import Strategy, describe_variant
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_text import describe_variant
 from trainfit.techniques.optimizer import accuracy_of
 
 _POLICIES = ("pointwise", "attention", "full", "torchtitan")

@@ -12,7 +12,8 @@ from rich.text import Text
 from trainfit.report.peak_words import explain_peak
 from trainfit.report.pieces import bar, seconds_cell, table
 from trainfit.report.profile_view import speed_words
-from trainfit.step.strategy import Strategy, describe_mesh, describe_strategy, describe_variant, format_tiers
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_text import describe_mesh, describe_strategy, describe_variant, format_tiers
 from trainfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

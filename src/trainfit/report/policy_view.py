@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.report.pieces import seconds_cell, table
-from trainfit.step.strategy import Strategy, format_tiers
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_text import format_tiers
 from trainfit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.report.pieces import facts, seconds_cell, table
-from trainfit.step.strategy import describe_strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.units import format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from trainfit.step.build import build_step, prepare
 from trainfit.step.overflow import Overflow, find_overflow
-from trainfit.step.strategy import Strategy, format_tiers, parse_tiers
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_text import format_tiers, parse_tiers
 from trainfit.step.train_step import StepResult, TrainStep
 from trainfit.step.underflow import Underflow, count_underflow
 

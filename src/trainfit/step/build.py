@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import Accelerator, Ranks, ranks_of
-from trainfit.step.strategy import Strategy, settings_without_effect
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_rules import settings_without_effect
 from trainfit.step.train_step import TrainStep
 from trainfit.techniques import TECHNIQUES, Build
 from trainfit.techniques.base import LossFunction, Observer, Stage

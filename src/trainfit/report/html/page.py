@@ -18,7 +18,8 @@ from trainfit.report.peak_words import explain_peak
 from trainfit.report.pieces import seconds_cell
 from trainfit.report.plan_view import side_rows, what_binds
 from trainfit.report.profile_view import reserved_words, speed_words
-from trainfit.step.strategy import Strategy, describe_strategy
+from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_text import describe_strategy
 from trainfit.units import format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from trainfit.report.html.markup import Markup, element, joined, table
 from trainfit.report.html.scatter import Kind, Point, scatter
 from trainfit.report.pieces import seconds_cell
 from trainfit.report.plan_view import letters
-from trainfit.step.strategy import describe_strategy, format_tiers
+from trainfit.step.strategy_text import describe_strategy, format_tiers
 from trainfit.units import format_bytes
 
 if TYPE_CHECKING:
