@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from trainfit.errors import RecipeError
-from trainfit.profile import SEARCH_TIERS, TIERS, Tier
+from trainfit.profile import TIERS, Tier
 from trainfit.step.strategy_text import parse_tiers
 
 ArgumentKind = Literal["none", "count", "ratio"]
@@ -201,7 +201,7 @@ def _cheapest_first(situation: Situation, is_enough: Callable[[Tiers], bool]) ->
 
 def _moves(prices: Prices, block: int, now: Tier) -> list[tuple[float, int, Tier]]:
     found = []
-    for tier in SEARCH_TIERS:
+    for tier in prices.saved:
         freed = prices.saved[now][block] - prices.saved[tier][block]
         if freed > 0:
             cost = max(0.0, prices.seconds[tier][block] - prices.seconds[now][block])

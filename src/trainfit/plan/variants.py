@@ -22,6 +22,7 @@ from trainfit.profile import Accuracy, OptimizerVariant, Precision
 from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.rehearsal.operator_cost import ADAMW_BYTES
 from trainfit.rehearsal.trace import Tracer
+from trainfit.techniques.activation import searched_tiers
 from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, is_stored
 from trainfit.workload import Workload
 
@@ -50,6 +51,7 @@ class Tracers:
                 frozen_weights=self.target.frozen_weights,
                 precision=self.target.precision,
                 cast=self.target.cast if not is_half else "operator",
+                tiers=searched_tiers(self.hardware, self.target.may_change),
             )
         return self._made[traced]
 

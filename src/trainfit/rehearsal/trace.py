@@ -61,13 +61,15 @@ class Tracer:
         frozen_weights: FrozenStorage = "fp32",
         precision: Precision = "fp32",
         cast: Cast = "operator",
+        tiers: Sequence[Tier] = SEARCH_TIERS,
         split: tuple[Ranks, TensorParallel] | None = None,
     ) -> None:
         """frozen_weights: how they are kept where the compute dtype is `precision`. cast: see Strategy.
 
-        split: over which tensor ranks, and how; see split_trace().
+        tiers: those that are traced. split: over which tensor ranks, and how; see split_trace().
         """
-        self._settings = {"frozen_weights": frozen_weights, "precision": precision, "cast": cast}
+        self._settings = {"frozen_weights": frozen_weights, "precision": precision, "cast": cast, "tiers": tiers}
+        self.tiers = tuple(tiers)
         self._is_split = split is not None
         self.workload, self.hardware = workload, hardware
         self.variant = variant or OptimizerVariant()
@@ -95,13 +97,12 @@ class Tracer:
         chunks: Iterable[int],
         *,
         accumulates: bool,
-        tiers: Sequence[Tier] = SEARCH_TIERS,
     ) -> ModelTrace:
         """Every tier of every structure, and the shell with the loss in each number of chunks.
 
         accumulates: parameters hold the gradients of earlier micro batches already. The same call is traced once.
         """
-        key = (micro_batch_size, precision, tuple(chunks), accumulates, tuple(tiers))
+        key = (micro_batch_size, precision, tuple(chunks), accumulates)
         if key not in self._traces:
             self._traces[key] = self._trace(*key)
         return self._traces[key]
@@ -112,7 +113,6 @@ class Tracer:
         precision: Precision,
         chunks: Iterable[int],
         accumulates: bool,
-        tiers: Sequence[Tier],
     ) -> ModelTrace:
         with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
@@ -122,7 +122,7 @@ class Tracer:
                     partial(self._trace_block, block, tier, precision, inputs),
                 )
                 for structure, (block, inputs) in captured.items()
-                for tier in tiers
+                for tier in self.tiers
             }
             shell = {
                 count: self._once(

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.errors import RecipeError
-from trainfit.hardware import Accelerator
-from trainfit.profile import Tier
+from trainfit.hardware import Accelerator, Hardware
+from trainfit.profile import SEARCH_TIERS, Tier
 from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.kept_outputs import KeepRules, Rule
 from trainfit.techniques.parts import CoreForward, parts_of, run_attention
@@ -118,6 +118,11 @@ def keep_rules(tier: Tier) -> KeepRules:
 def routing_rules() -> KeepRules:
     """Operators whose choice must be the same in recompute."""
     return _overloads(_ROUTING, _decides)
+
+
+def searched_tiers(hardware: Hardware, may_change: frozenset[str]) -> tuple[Tier, ...]:
+    """What a search may give a block on such hardware; may_change: see Target."""
+    return SEARCH_TIERS
 
 
 class ActivationTiers:
