@@ -1,191 +1,126 @@
-"""Speed against memory on the reference model: benchmarks/fair.sh python benchmarks/frontier.py [rounds] [tiers]
+"""Speed against memory of every way to save activations: benchmarks/fair.sh python benchmarks/frontier.py [OPTIONS]
 
-Every variant runs one step in turn, round after round, so that a noisy neighbour hits all alike. Time is the median of
-the rounds' ratios to the plain step of the same round; memory is the heap's peak above what is live between steps.
+Peers (contest/variants.py) against trainfit's plans for 100 % to 15 % of plain training's peak, on two models in fp32
+and bf16. First `trainfit devices --calibrate`, and `benchmarks/peers/install.sh build/peers all` for peers that need
+an environment of their own. Every variant lives in its own process; one at a time does a step, round after round, so
+that a noisy neighbour hits all alike. All update by fused AdamW and begin with the same weights.
+  x plain   the median over rounds of a variant's seconds / plain's in the same round
+  peak MB   the heap's peak above what was live between steps: activations, logits, gradients, temporaries. Of a plan,
+            what it keeps between steps counts too, beyond what plain training keeps.
+A peer is met when a plan is no slower and has at most 0.85 of its peak; else the nearest plan says what is missing.
+What was measured is kept in a file, to which other models, precisions or families can be added by running it again;
+ratios are within one run. Exits 1 when a peer is missed, a variant did another step than plain (its loss tells), or
+nothing was measured.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import statistics
+import argparse
+import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
 
-from reference_model import ReferenceConfig, ReferenceModel
-from trainfit.hardware import accelerator, this_machine
-from trainfit.plan import Target, choose
-from trainfit.rehearsal import rehearse
-from trainfit.step import Strategy, build_step, format_tiers, parse_tiers
-from trainfit.workload import MicroBatch, workload_from_module
+from contest.page import case_tables, write_page
+from contest.pool import Contest, Row
+from contest.variants import FAMILIES, PEERS, PLAIN, Variant, plan_variant
+from contest.verdict import other_losses, points_of, verdicts
 
-CONFIG = ReferenceConfig()
-MAX_OVERHEAD = 0.02
-# (most x plain, most MB): what a prototype reached on the reference model with tiers and a chunked loss. For each the
-# planner is given that memory and picks the plan; all plans do the same step of 8 sequences.
-BOUNDS: tuple[tuple[float, float], ...] = ((1.00, 378), (1.04, 253), (1.14, 156), (1.15, 108), (1.19, 89))
-# (activation, loss chunks), the whole batch at once: what tiers do where no smaller micro batch helps. Not bounded.
-TIERS_ALONE: tuple[tuple[str, int], ...] = (
-    ("keep", 16),
-    ("selective", 16),
-    ("recompute_core", 16),
-    ("7*pointwise,1*keep", 16),
-    ("1*full,3*attention,4*pointwise", 16),
-    ("4*full,2*attention,2*pointwise", 8),
-    ("full", 8),
-)
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15)
+MODELS, PRECISIONS = ("reference", "wide"), ("fp32", "bf16")
 
 
-class Heap:
-    """The preloaded heap counter."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(None)
-        if not hasattr(self._library, "heap_peak"):
-            sys.exit("run it as: benchmarks/fair.sh python benchmarks/frontier.py")
-        self._library.heap_live.restype = self._library.heap_peak.restype = ctypes.c_int64
-
-    def live(self) -> int:
-        return int(self._library.heap_live())
-
-    def peak(self) -> int:
-        return int(self._library.heap_peak())
-
-    def reset(self) -> None:
-        self._library.heap_reset()
+def main() -> int:
+    options = _options()
+    kept: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if not options.report:
+        measure(options, kept)
+    if options.docs:
+        write_page(kept, ROOT / "docs")
+    return report(kept)
 
 
-@dataclass
-class Variant:
-    name: str
-    step: Callable[[], object]
-    max_ratio: float | None = None
-    max_megabytes: float | None = None
-    seconds: list[float] = field(default_factory=list)
-    megabytes: list[float] = field(default_factory=list)
-
-    def run(self, heap: Heap) -> None:
-        gc.collect()
-        base = heap.live()
-        heap.reset()
-        begin = time.perf_counter()
-        self.step()
-        self.seconds.append(time.perf_counter() - begin)
-        self.megabytes.append((heap.peak() - base) / 1e6)
+def measure(options: argparse.Namespace, kept: dict[str, Any]) -> None:
+    """Run each case, and put its rows into the file before the next."""
+    deadline = time.monotonic() + options.seconds
+    logs = BUILD / "frontier"
+    logs.mkdir(parents=True, exist_ok=True)
+    for model, precision in product(options.models, options.precisions):
+        case = {"model": model, "precision": precision, "device": options.device}
+        key = f"{model}-{precision}" + ("" if options.device == "cpu" else f"-{options.device}")
+        _say(f"{key}: planning")
+        contest = Contest(case, options.environments, logs, options.rounds, options.alive, deadline, _say)
+        found = contest.run(_variants(case, options))
+        known = kept.setdefault(key, {"case": case, "rows": {}})
+        known["rows"] = _merged(known["rows"], found, options.peers)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(kept, indent=1))
 
 
-def new_model() -> nn.Module:
-    torch.manual_seed(0)
-    return ReferenceModel(CONFIG)
+def _variants(case: dict[str, str], options: argparse.Namespace) -> list[Variant]:
+    """Plans beside the peers that they are for, in the order of what is likely to be near: fast ones first."""
+    peers = [variant for variant in PEERS if variant.family in options.peers and _can_run(variant, options.device)]
+    if "plans" not in options.peers:
+        return peers
+    from contest.plans import plan_all  # torch is not needed to report
+    from contest.setting import Case
+
+    return [*(plan_variant(plan) for plan in plan_all(Case(**case), options.shares)), *peers]
 
 
-def tokens() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(CONFIG.vocab_size, (CONFIG.batch_size, CONFIG.seq_len + 1), generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+def _can_run(variant: Variant, device: str) -> bool:
+    """Environments of other peers hold PyTorch for CPUs, and ckptplan's bytes are the heap's."""
+    return device == "cpu" or variant.environment is None
 
 
-def plain_step(*, checkpoint: bool = False, fused: bool = False) -> Callable[[], object]:
-    """The loop as one writes it by hand: torch's AdamW as it comes, or the fused one that trainfit takes."""
-    model = new_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
-    ids, labels = tokens()
-    if checkpoint:
-        for block in model.blocks:
-            inner = block.forward
-            block.forward = lambda *args, _inner=inner: torch.utils.checkpoint.checkpoint(
-                _inner, *args, use_reentrant=False
-            )
-
-    def step() -> None:
-        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+def _merged(old: dict[str, Row], new: dict[str, Row], families: Sequence[str]) -> dict[str, Row]:
+    """Rows of the families that were run again are new ones; plain's is the last run's."""
+    rest = {name: row for name, row in old.items() if row["family"] not in families and name != PLAIN.name}
+    return {**new, **rest}
 
 
-def trainfit_step(strategy: Strategy) -> Callable[[], object]:
-    step = build_step(WORKLOAD, strategy, accelerator("cpu"), max_grad_norm=None, model=new_model())
-    window = list(MicroBatch.of(*tokens()).split(strategy.micro_batch_size))
-    return lambda: step(window)
+def report(kept: dict[str, Any]) -> int:
+    console, missed, bad = Console(width=150), 0, []
+    for key, each in kept.items():
+        for table in case_tables(key, each["rows"]):
+            console.print(table)
+        found = verdicts(points_of(each["rows"]))
+        missed += sum(not verdict.met for verdict in found)
+        bad += [f"{key}: {name}" for name in other_losses(each["rows"], each["case"]["precision"])]
+        print(f"{key}: {sum(verdict.met for verdict in found)} of {len(found)} peers met")
+    print(f"{len(kept)} cases, {missed} peers missed; other losses than plain's: {', '.join(bad) or 'none'}")
+    return int(missed > 0 or bool(bad) or not kept)
 
 
-def whole_batch(activation: str, loss_chunks: int) -> Strategy:
-    return Strategy(CONFIG.batch_size, tiers=parse_tiers(activation, CONFIG.num_blocks), loss_chunks=loss_chunks)
+def _say(message: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
 
 
-def name_of(strategy: Strategy) -> str:
-    size = f"{strategy.micro_batch_size} x {strategy.accumulation_steps}"
-    return f"{size}, {format_tiers(strategy.tiers)}, loss in {strategy.loss_chunks}"
-
-
-def planned(megabytes: float) -> Strategy:
-    """The planner's choice for so much memory above what is live between steps."""
-    budget = rehearse(WORKLOAD, whole_batch("keep", 1), THIS_MACHINE, max_grad_norm=None).resident_bytes
-    target = Target(budget + int(megabytes * 1e6), CONFIG.batch_size * CONFIG.seq_len, CONFIG.seq_len)
-    return choose(WORKLOAD, THIS_MACHINE, target, max_grad_norm=None).strategy
-
-
-WORKLOAD = workload_from_module(new_model, seq_len=CONFIG.seq_len, vocab_size=CONFIG.vocab_size)
-THIS_MACHINE = this_machine("cpu")
-
-
-def main(rounds: int, *, plans: bool = True) -> int:
-    """plans: whether the planner's choices are run, beside tiers alone."""
-    torch.set_num_threads(1)
-    heap = Heap()
-    variants = [
-        Variant("plain loop", plain_step()),
-        Variant("plain loop, every block checkpointed", plain_step(checkpoint=True)),
-        Variant("plain loop, fused AdamW", plain_step(fused=True)),
-        Variant("TrainStep, no technique", trainfit_step(whole_batch("keep", 1))),
-    ]
-    for ratio, megabytes in BOUNDS if plans else ():
-        strategy = planned(megabytes)
-        variants.append(Variant(f"plan: {name_of(strategy)}", trainfit_step(strategy), ratio, megabytes))
-    variants += [
-        Variant(f"tiers alone: {name_of(strategy)}", trainfit_step(strategy))
-        for strategy in (whole_batch(*each) for each in TIERS_ALONE)
-    ]
-    for variant in variants:
-        variant.step()
-    for _ in range(rounds):
-        for variant in variants:
-            variant.run(heap)
-    return report(variants)
-
-
-def report(variants: list[Variant]) -> int:
-    table = Table("variant", "x plain", "bound", "peak MB", "bound", "seconds")
-    failed = 0
-    for variant in variants:
-        ratio = statistics.median(a / b for a, b in zip(variant.seconds, variants[0].seconds))
-        megabytes = statistics.median(variant.megabytes)
-        missed = [variant.max_ratio is not None and ratio > variant.max_ratio]
-        missed += [variant.max_megabytes is not None and megabytes > variant.max_megabytes]
-        failed += any(missed)
-        row = [variant.name, f"{ratio:.3f}", str(variant.max_ratio or ""), f"{megabytes:.1f}"]
-        row += [str(variant.max_megabytes or ""), f"{statistics.median(variant.seconds):.3f}"]
-        table.add_row(*row, style="red" if any(missed) else "")
-    Console(width=110).print(table)
-    by_name = {variant.name: variant for variant in variants}
-    step, loop = by_name["TrainStep, no technique"], by_name["plain loop, fused AdamW"]
-    overhead = statistics.median(a / b for a, b in zip(step.seconds, loop.seconds)) - 1
-    failed += overhead > MAX_OVERHEAD
-    print(f"TrainStep without any technique costs {overhead:+.1%} over the hand-written loop with the same optimizer")
-    print(f"{len(variants[0].seconds)} rounds, {failed} bounds missed")
-    return int(failed > 0)
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=("reference", "wide", "large"), default=MODELS)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--peers", nargs="+", choices=FAMILIES, default=FAMILIES, help="families, plans among them")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=SHARES, help="of plain's peak that plans are made for"
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--alive", type=int, default=64, help="processes at once, where memory has room for so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no variant and no round after that")
+    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), default="cpu")
+    parser.add_argument("--environments", type=Path, default=BUILD / "peers", help="what peers/install.sh has made")
+    parser.add_argument("--json", type=Path, default=BUILD / "frontier.json", help="file of what was measured")
+    parser.add_argument("--report", action="store_true", help="only report what is in the file")
+    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/ too")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 9, plans="tiers" not in sys.argv[2:]))
+    sys.exit(main())

@@ -7,7 +7,6 @@ noisy neighbour hits all alike. A step takes as long as on the slower rank, and 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -21,30 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from heap import Heap
 from peers import deepspeed_engine, hand_written, planned
 from peers.setting import Setting, Variant
 
 WARM_UP, MEMORY_STEPS = 2, 2
-
-
-class Heap:
-    """The preloaded heap counter."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(None)
-        if not hasattr(self._library, "heap_peak"):
-            sys.exit("run it as: benchmarks/fair.sh python benchmarks/zero_peers.py")
-        self._library.heap_live.restype = self._library.heap_peak.restype = ctypes.c_int64
-
-    def live(self) -> int:
-        gc.collect()
-        return int(self._library.heap_live())
-
-    def peak(self) -> int:
-        return int(self._library.heap_peak())
-
-    def reset(self) -> None:
-        self._library.heap_reset()
 
 
 def warm_up(variants: Sequence[Variant]) -> None:
@@ -98,7 +78,7 @@ def main(stage: str, accumulation: str, checkpoint: str, rounds: str, path: str,
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     setting = Setting(int(stage), int(accumulation), bool(int(checkpoint)))
-    heap = Heap()
+    heap = Heap("python benchmarks/zero_peers.py")
     makers = (hand_written, deepspeed_engine, planned)
     variants = [each for each in chain(*(maker.variants(setting) for maker in makers)) if re.search(names, each.name)]
     warm_up(variants)
