@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -326,3 +327,38 @@ def test_a_target_keeps_its_allocator_settings():
     settled = target("23MiB", allocator=AllocatorSettings(max_split_size_mb=64))
     assert Target.from_json(json.loads(json.dumps(settled.to_json()))) == settled
     assert Target.from_json(json.loads(json.dumps(target("23MiB").to_json()))).allocator is None
+
+
+def test_recompute_is_ahead_of_time_only_where_that_is_faster_and_fits():
+    """Tensor ranks wait inside of blocks; a single device never idles."""
+
+    def taken(mesh: Mesh, tier: str = "full", allowed: int = 2**40, wanted: int | None = None) -> int:
+        hardware = find_device("h100", mesh.size)
+        search: Any = SimpleNamespace(target=few("4GiB", recompute_ahead=wanted), hardware=hardware)
+        rehearsals = Rehearsals(search, lambda strategy: rehearse(LLAMA, strategy, hardware), allowed)
+        strategy = Strategy(1, tiers=(tier,) * 4, mesh=mesh)  # type: ignore[arg-type]
+        late = rehearsals.profiles[strategy] = rehearsals.exact(strategy)
+        chosen = rehearsals.ahead(Candidate(strategy, late.peak_bytes, late.step_seconds)).strategy
+        if chosen != strategy:
+            early = rehearsals.profiles[chosen]
+            assert early.step_seconds < late.step_seconds
+            assert early.communication_seconds == pytest.approx(late.communication_seconds)
+            assert early.exposed_communication_seconds < late.exposed_communication_seconds
+            (note,) = rehearsals.notes
+            assert note.startswith("recompute one block ahead: ")
+        return chosen.recompute_ahead
+
+    pair = Mesh(tensor=2)
+    assert taken(pair) == 1
+    assert taken(Mesh()) == taken(pair, "keep") == taken(pair, allowed=1) == taken(pair, wanted=0) == 0
+
+
+def test_time_of_early_recompute_on_a_device_that_never_idles_is_that_of_late():
+    hardware = find_device("h100")
+    late = Strategy(2, 2, tiers=("full",) * 4)
+    one, other = (rehearse(LLAMA, each, hardware) for each in (late, replace(late, recompute_ahead=1)))
+    assert other.step_seconds == pytest.approx(one.step_seconds)
+    assert other.peak_bytes > one.peak_bytes
+    assert one.reserved is not None
+    assert other.reserved is not None
+    assert one.reserved.other_streams_bytes == 0 < other.reserved.other_streams_bytes

@@ -38,6 +38,9 @@ OptimizerOption = Annotated[
     typer.Option(metavar="KEY=VALUE,...", help="Such as weights=bf16_residual,states=int8."),
 ]
 CastOption = Annotated[str | None, typer.Option(metavar="operator|block", help="Where fp32 weights are cast.")]
+RecomputeAheadOption = Annotated[
+    int, typer.Option(metavar="0|1", help="Blocks recomputed beside the backward of the next one.")
+]
 DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that run the step together, a process each.")]
 SharingDevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that share the tokens of a step.")]
 MemoryOption = Annotated[
@@ -83,6 +86,7 @@ class StepOptions:
     loss_chunks: str = "1"
     optimizer: str | None = None
     cast: str | None = None
+    recompute_ahead: int = 0
     devices: int = 1
     zero_stage: int = 0
     tensor: int = 1
@@ -93,6 +97,7 @@ class StepOptions:
         check_range("--seq-len", self.seq_len, 1, MAX_SEQ_LEN)
         check_range("--micro-batch", self.micro_batch, 1, MAX_MICRO_BATCH_TOKENS // (self.seq_len or 1))
         check_range("--accumulation", self.accumulation, 1, MAX_ACCUMULATION)
+        check_range("--recompute-ahead", self.recompute_ahead, 0, 1)
         check_range("--devices", self.devices, 1, MAX_DEVICES)
         check_range("--zero-stage", self.zero_stage, 0, 3)
         for name in ("tensor", "pipeline", "replicate"):
@@ -143,6 +148,7 @@ _STEP: dict[str, Any] = {
     "loss_chunks": LossChunksOption,
     "optimizer": OptimizerOption,
     "cast": CastOption,
+    "recompute_ahead": RecomputeAheadOption,
 }
 _MESH: dict[str, Any] = {
     "devices": DevicesOption,

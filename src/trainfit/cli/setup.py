@@ -148,6 +148,7 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
         mesh=mesh,
         zero=zero,
         allocator=AllocatorSettings() if recipe is None or recipe.allocator is None else recipe.allocator.settings(),
+        recompute_ahead=options.recompute_ahead,
     )
     if variant.update == "backward":
         return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))
@@ -176,6 +177,7 @@ def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         None if recipe.loss_scale is None else recipe.loss_scale.loss_scale(),
         recipe.frozen_weights,
         None if recipe.allocator is None else recipe.allocator.settings(),
+        recompute_ahead=recipe.recompute_ahead,
     )
     return target, notes
 
@@ -255,10 +257,12 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
     if strategy.precision == "fp16" and scale is None:
         scale = LossScale()
     casts = strategy.precision != "fp32" and strategy.optimizer.weights == "fp32"
+    ahead = strategy.recompute_ahead if recipe.recompute_ahead is None else recipe.recompute_ahead
     for what, planned_as, asked_as in (
         ("loss_scale", strategy.loss_scale, scale),
         ("cast", strategy.cast, target.cast if casts else "operator"),
         ("frozen_weights", strategy.frozen_weights, target.frozen_weights),
+        ("recompute_ahead", strategy.recompute_ahead, ahead),
     ):
         if planned_as != asked_as:
             raise RecipeError(f"the plan has {what} {planned_as}, the recipe {asked_as}; plan again with the recipe")

@@ -57,6 +57,13 @@ _BACKENDS: dict[Kind, _Backend] = {
 }
 
 
+class RehearsedStream(torch.cpu.Stream):
+    """A stream of the device that the cpu stands for: it orders nothing, but a rehearsal sees what is put on it."""
+
+    def record_event(self) -> Any:
+        return torch.cpu.Event()
+
+
 class Accelerator:
     """One device at run time: its memory, random numbers, autocast, streams and process-group backend."""
 
@@ -139,17 +146,29 @@ class Accelerator:
         if self._module is not None:
             self._module.synchronize(self.device)
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether the device, or the rehearsed one, does two things at a time."""
+        return self._rehearses != "cpu"
+
+    @property
+    def _streams(self) -> Any:
+        """The module whose streams they are: in a rehearsal torch.cpu, which remembers the current one."""
+        return self._module or torch.cpu
+
     def new_stream(self) -> Any:
         """A stream of this device for stream(); None on the cpu."""
-        return None if self._module is None else self._module.Stream(self.device)
+        if self._module is not None:
+            return self._module.Stream(self.device)
+        return RehearsedStream() if self.has_streams else None
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Context that puts work on a stream from new_stream(); does nothing on the cpu."""
-        return nullcontext() if self._module is None or stream is None else self._module.stream(stream)
+        return nullcontext() if stream is None else self._streams.stream(stream)
 
     def current_stream(self) -> Any:
         """The stream on which work of this thread is put; None on the cpu."""
-        return None if self._module is None else self._module.current_stream(self.device)
+        return self._streams.current_stream(self.device) if self.has_streams else None
 
     def stream_waits(self, stream: Any) -> None:
         """A stream from new_stream() goes on when the current one has done what is put on it by now."""

@@ -57,7 +57,7 @@ def choose(
     rehearsals = Rehearsals(search, exact, allowed)
     plain = _plain(len(workload.anatomy().blocks), target, hardware, search, rehearsals)
     chosen, profile = rehearsals.best()
-    chosen = rehearsals.expanded.get(chosen.strategy, chosen)
+    chosen = rehearsals.ahead(rehearsals.expanded.get(chosen.strategy, chosen))
     profile = rehearsals.profiles[chosen.strategy]
     fits = profile.needed_bytes <= allowed
     on_progress("weighing what lost")

@@ -58,6 +58,7 @@ def asked_of(workload: Workload, hardware: Hardware, target: Target, facts: Mode
         "cast": target.cast,
         "loss_scale": target.loss_scale,
         "frozen_weights": target.frozen_weights,
+        "recompute_ahead": target.recompute_ahead or 0,
     }
     return Asked(workload, hardware, settings, target.may_change, clips, facts.can_chunk, facts.dim)
 

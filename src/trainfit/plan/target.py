@@ -41,6 +41,7 @@ class Target:
     may_change: "precision" allows bf16 where the precision given is fp32; "optimizer" allows other ways to keep weights
         and states than that given.
     allocator: its settings; None lets a plan choose expandable segments where they make it fit.
+    recompute_ahead: see Strategy; None lets a plan try it on its best.
     layouts: every arrangement of the devices that may be taken, all that techniques find where there are none;
         tokens_per_step are those of all ranks.
     Raises RecipeError for sizes below one and for words that are not known.
@@ -57,6 +58,7 @@ class Target:
     loss_scale: LossScale | None = None
     frozen_weights: FrozenStorage = "fp32"
     allocator: AllocatorSettings | None = None
+    recompute_ahead: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):

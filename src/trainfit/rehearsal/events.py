@@ -18,6 +18,7 @@ from trainfit.rehearsal.collectives import Call
 from trainfit.rehearsal.operator_cost import Bound
 
 SHELL = "model"  # the owner of what belongs to no block
+JOIN = "trainfit::join"  # the operator of Work: the stream that computes waits for one beside it
 
 
 @dataclass(slots=True)
@@ -51,7 +52,8 @@ class Work:
     """An operator runs, or a collective is called.
 
     touched: storages for which it may have to wait, where collectives run. flops: of those that the model asks for.
-    place, owner: as an event's.
+    place, owner: as an event's. beside: the number of the stream on which it runs beside the one that computes, or that
+    a JOIN waits for; else 0.
     """
 
     phase: Phase
@@ -63,6 +65,7 @@ class Work:
     call: Call | None = None
     place: str = ""
     owner: str = ""
+    beside: int = 0
 
 
 Entry = Event | Work

@@ -102,7 +102,8 @@ def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
     stages = [part.blocks for part in divide(len(anatomy.blocks), mesh.pipeline)]
     own = rank // (mesh.size // mesh.pipeline)
     # The first block of a model is given sequences that are split already, and shifts what it hands on.
-    near = max(1, strategy.zero.prefetch if mesh.data > 1 else 1) + strategy.tensor.sequence
+    # A block that recomputes the one before it reads what the one before that returned.
+    near = max(1, strategy.zero.prefetch if mesh.data > 1 else 1) + strategy.tensor.sequence + strategy.recompute_ahead
     for reach in (near, near + 1):
         if (cut := cut_of(list(zip(anatomy.structures, strategy.tiers)), stages, own, reach)) is None:
             continue

@@ -231,7 +231,7 @@ class _Splice:
         if isinstance(entry, Work):
             touched = tuple(map(name, entry.touched))
             # Not seconds: equal work takes as long, but for what caches still hold of the block before.
-            return entry.operator, entry.bound, entry.flops, touched, entry.call
+            return entry.operator, entry.bound, entry.flops, touched, entry.call, entry.beside
         base = None if entry.in_place_of is None else name(entry.in_place_of)
         return entry.operator, entry.num_bytes, entry.requested, entry.stream, name(entry.storage), base
 
@@ -259,7 +259,11 @@ class _Splice:
                     self._id(name) for each in entry.touched for name in self._deep_names(each, segment.block, shift)
                 )
                 kind, seconds, call = entry.bound, entry.seconds, entry.call
-                self.log.append(Work(entry.phase, entry.operator, seconds, kind, entry.flops, touched, call, where))
+                self.log.append(
+                    Work(
+                        entry.phase, entry.operator, seconds, kind, entry.flops, touched, call, where, "", entry.beside
+                    )
+                )
                 continue
             for name in self._deep_names(entry.storage, segment.block, shift):
                 self._happens(entry, name, where, segment.block, shift)

@@ -8,17 +8,19 @@ waits for one when it needs the result:
   of backward, since what touches reduced gradients before runs on the communication's own stream.
 A host runs ahead of its device, so a gather that FSDP issues before a block begins has been waiting in the device's
 queue since the last gathered parameters were copied out, which frees its buffer: it starts then, not at its call.
-All that computation waits is exposed. A CPU has one stream for both: there everything is.
+All that computation waits is exposed. A CPU has one stream for both: there everything is. A recompute that runs beside
+has a clock of its own, see NOTE [ Two streams share one device ] in beside.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from trainfit.profile import PHASES, Phase
+from trainfit.rehearsal.beside import SideWork
 from trainfit.rehearsal.collectives import Call
-from trainfit.rehearsal.events import Entry, Event
+from trainfit.rehearsal.events import JOIN, Entry, Event, Work
 from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import Bound
 
@@ -32,7 +34,7 @@ class Timeline:
 
     overlaps: bool = True
     compute: float = 0.0
-    links: float = 0.0
+    side: SideWork = field(default_factory=SideWork)
     _copied_out: float = 0.0
     _needed: dict[int, float] = field(default_factory=dict)  # storage: when it is there
     _reduced: float = 0.0  # when the last reduce-scatter is done
@@ -47,7 +49,7 @@ class Timeline:
                     waited += self._wait(there)
         if operator == _COPY_IN:
             waited += self._wait(self._reduced)
-        self.compute += seconds
+        self.compute = self.side.shares(self.compute, seconds)
         if operator == _COPY_OUT:
             self._copied_out = self.compute
         return waited
@@ -60,26 +62,36 @@ class Timeline:
         gathers_ahead: FSDP's own all-gather, which starts as soon as its buffer is free.
         in_backward: a gradient's reduction is waited for later than its first use.
         """
+        is_reduced = in_backward and kind in _REDUCTIONS
+        waited = 0.0 if is_reduced or gathers_ahead else self._waits_for(self.side.calls_all)
         begin = self._copied_out if gathers_ahead and self.overlaps else self.compute
-        self.links = max(self.links, begin) + seconds
+        links = self.side.links = max(self.side.links, begin) + seconds
         if not self.overlaps:
-            return self._wait(self.links)
-        self._pending = self.links
-        if in_backward and kind in _REDUCTIONS:
-            self._reduced = self.links if kind == "reduce_scatter" else self._reduced
+            return self._wait(links)
+        self._pending = links
+        if is_reduced:
+            self._reduced = links if kind == "reduce_scatter" else self._reduced
         else:
-            self._needed.update(dict.fromkeys(storages, self.links))
-        return 0.0
+            self._needed.update(dict.fromkeys(storages, links))
+        return waited
+
+    def joins(self) -> float:
+        """Computation waits for what runs beside it. Returns the seconds that neither computes."""
+        return self._waits_for(self.side.ends)
 
     def finish(self) -> float:
         """Backward has ended: wait for everything. Returns the seconds."""
         self._needed.clear()
-        return self._wait(self._pending)
+        return self.joins() + self._wait(self._pending)
 
     def _wait(self, until: float) -> float:
-        waited = max(0.0, until - self.compute)
-        self.compute += waited
-        return waited
+        return self._waits_for(lambda now: self.side.alone(now, until)) if until > self.compute else 0.0
+
+    def _waits_for(self, runs: Callable[[float], float]) -> float:
+        """Let the side stream run alone, from now until what is returned. Seconds of it that the device idles."""
+        begin, before = self.compute, self.side.seconds
+        self.compute = runs(begin)
+        return max(0.0, self.compute - begin - (self.side.seconds - before))
 
 
 @dataclass
@@ -121,6 +133,8 @@ class StepClock:
                 phase = entry.phase
             if isinstance(entry, Event):
                 entry.seconds = self._timeline.compute
+            elif entry.beside:
+                self._goes_beside(phase, entry)
             elif entry.call is not None:
                 self._communicates(phase, entry.operator, entry.call, entry.touched)
             else:
@@ -129,6 +143,19 @@ class StepClock:
                 tally.seconds[phase] += entry.seconds
                 tally.add(entry.bound, entry.seconds)
                 tally.model_flops += entry.flops
+
+    def _goes_beside(self, phase: Phase, entry: Work) -> None:
+        """Its seconds count when the device has had them."""
+        side, now = self._timeline.side, self._timeline.compute
+        if entry.operator == JOIN:
+            self._wait(phase, self._timeline.joins())
+        elif entry.call is None:
+            side.add(now, entry.seconds, entry.bound)
+        else:
+            self.tallies[-1].calls.append(entry.call)
+            if self.links is not None:
+                bound = self.links.bound(entry.call.group_size, entry.call.ranks)
+                side.add(now, entry.call.seconds(self.links), bound, is_link=True)
 
     def _enters(self, phase: Phase, previous: Phase) -> None:
         if phase not in ("forward", "optimizer"):
@@ -156,6 +183,9 @@ class StepClock:
         self.tallies[-1].exposed += seconds
         if seconds:
             self.tallies[-1].add(self._waits_for, seconds)
+        for bound, ran in self._timeline.side.takes_ran().items():
+            self.tallies[-1].seconds[phase] += ran
+            self.tallies[-1].add(bound, ran)
 
     def total(self, *, waiting: int = 0, like: int = 0) -> Tally:
         """All tallies; waiting: how often tally number `like` counts once more."""

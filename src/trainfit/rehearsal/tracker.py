@@ -10,6 +10,7 @@ real run, and the tracker looks away. DTensors themselves are left to their hand
 NOTE [ Streams of a rehearsal ]
 A CPU's streams do nothing, but torch.cpu.stream() remembers which one is current, and FSDP enters its own for copying
 in, gathering and reducing as on any device. So the current one says where a device's allocator would place a storage.
+What runs on a stream of the facade's own (RehearsedStream) runs beside the one that computes, until that waits for it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from torch.utils._pytree import tree_leaves
 
 from trainfit.hardware import Kind
 from trainfit.hardware.host_scope import is_on_host
+from trainfit.hardware.runtime import RehearsedStream
 from trainfit.profile import Category, Phase, Profile
 from trainfit.rehearsal.collectives import call_of
-from trainfit.rehearsal.events import SHELL, Entry, Event, Work, in_place_additions, replay
+from trainfit.rehearsal.events import JOIN, SHELL, Entry, Event, Work, in_place_additions, replay
 from trainfit.rehearsal.flops import model_flops
 from trainfit.rehearsal.operator_cost import OperatorCost, is_recompute
 from trainfit.rehearsal.operators import fake_result, is_unknown_number, leaves_to_its_handler
@@ -92,6 +94,7 @@ class StorageTracker(TorchDispatchMode):
     def __enter__(self) -> StorageTracker:
         outside = ExitStack()
         outside.enter_context(_replaced(torch.UntypedStorage, "resize_", self._following_resize()))
+        outside.enter_context(_replaced(torch.cpu.Stream, "wait_stream", self._following_waits()))
         outside.enter_context(_replaced(ShardingPropagator, "_fake_mode_lock", _LookingAway(self)))
         for name, fused in FUSED[self.kind].items():
             outside.enter_context(_replaced(torch.nn.functional, name, fused))
@@ -113,6 +116,14 @@ class StorageTracker(TorchDispatchMode):
             return result
 
         return resize_
+
+    def _following_waits(self) -> Callable[[torch.cpu.Stream, Any], None]:
+        def wait_stream(waits: torch.cpu.Stream, other: Any) -> None:
+            if isinstance(other, RehearsedStream) and id(other) in self._streams:
+                place = self.whereabouts.look()
+                self.log.append(Work(self.phase, JOIN, 0.0, "launch", place=place, beside=self._streams[id(other)][0]))
+
+        return wait_stream
 
     @property
     def log(self) -> list[Entry]:
@@ -161,6 +172,9 @@ class StorageTracker(TorchDispatchMode):
             return 0
         number, _ = self._streams.setdefault(id(current), (len(self._streams) + 1, current))
         return number
+
+    def _beside(self) -> int:
+        return self._stream() if isinstance(torch.cpu.current_stream(), RehearsedStream) else 0
 
     def _happens(
         self,
@@ -290,17 +304,18 @@ class StorageTracker(TorchDispatchMode):
             self._talks = True
             call = replace(call, tensors=())
             self.log.append(
-                Work(self.phase, self._operator, 0.0, "link", touched=storages, call=call, place=place, owner=owner)
+                Work(self.phase, self._operator, 0.0, "link", 0.0, storages, call, place, owner, self._beside())
             )
         elif self.cost is not None:
             time = self.cost.time(func, args, kwargs, output)
             touched: tuple[int, ...] = ()
             if self._talks and not func.is_view:
                 touched = tuple(self._track(tensor.untyped_storage()) for tensor in _tensors((args, kwargs)))
-            flops = 0.0 if is_recompute() else model_flops(func, args, kwargs, output)
-            self.log.append(
-                Work(self.phase, self._operator, time.seconds, time.bound, flops, touched, None, place, owner)
+            flops, beside = 0.0 if is_recompute() else model_flops(func, args, kwargs, output), self._beside()
+            work = Work(
+                self.phase, self._operator, time.seconds, time.bound, flops, touched, None, place, owner, beside
             )
+            self.log.append(work)
 
     def _passing(self, sizes: Sizes, owner: str = "") -> None:
         """Memory that an operator takes and gives back."""

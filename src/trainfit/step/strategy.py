@@ -30,6 +30,7 @@ from trainfit.step.strategy_rules import (
     check_casts,
     check_optimizer,
     check_pipeline,
+    check_recompute_ahead,
     check_zero,
 )
 
@@ -55,6 +56,7 @@ class Strategy:
         each block's at its entry, in forward and again in backward.
     loss_scale: None but for fp16, which has one in any case.
     tiers: activation tier of each block, first to last.
+    recompute_ahead: blocks whose recompute begins while the backward of the block after them still runs: 0 or 1.
     loss_chunks: pieces in which head and loss are computed; 1 materialises all logits.
     optimizer: how it keeps weights, gradients and states.
     frozen_weights: how parameters that do not train are kept; "half" is the compute dtype.
@@ -79,6 +81,7 @@ class Strategy:
     tensor: TensorParallel = TensorParallel()
     pipeline: Pipeline = Pipeline()
     allocator: AllocatorSettings = AllocatorSettings()
+    recompute_ahead: int = 0
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -108,6 +111,7 @@ class Strategy:
             raise RecipeError("tensor.sequence does not work with pipeline.schedule interleaved; use 1f1b")
         check_pipeline(self.pipeline, self.mesh, self.accumulation_steps)
         check_allocator(self.allocator)
+        check_recompute_ahead(self)
 
     @property
     def sequences_per_step(self) -> int:

@@ -189,6 +189,16 @@ def check_allocator(settings: AllocatorSettings) -> None:
         )
 
 
+def check_recompute_ahead(strategy: Strategy) -> None:
+    if type(strategy.recompute_ahead) is not int or strategy.recompute_ahead not in (0, 1):
+        raise RecipeError(f"recompute_ahead is {strategy.recompute_ahead!r}; it is 0 or 1 blocks")
+    if strategy.recompute_ahead and strategy.zero.stage == 3 and strategy.mesh.shard > 1:
+        raise RecipeError(
+            f"recompute_ahead 1 needs the weights of the block before while a block's backward runs, and zero.stage 3 "
+            f"over mesh.shard {strategy.mesh.shard} has dropped them; set recompute_ahead: 0, or zero.stage: 2"
+        )
+
+
 def settings_without_effect(strategy: Strategy) -> list[str]:
     """A line for each setting that changes nothing, with the reason.
 

@@ -21,9 +21,10 @@ def describe_strategy(strategy: Strategy) -> str:
     by_block = strategy.loss_scale is not None and strategy.loss_scale.per_block
     precision = f"{strategy.precision} scaled by block" if by_block else strategy.precision
     frozen = [] if strategy.frozen_weights == "fp32" else [f"frozen weights in {strategy.frozen_weights}"]
+    ahead = ["recomputed one block ahead"] if strategy.recompute_ahead else []
     variant = describe_variant(strategy.optimizer)
     allocator = describe_allocator(strategy.allocator)
-    return ", ".join([size, tiers, chunks, precision, *frozen, *variant, *describe_mesh(strategy), *allocator])
+    return ", ".join([size, tiers, *ahead, chunks, precision, *frozen, *variant, *describe_mesh(strategy), *allocator])
 
 
 def describe_allocator(settings: AllocatorSettings) -> list[str]:

@@ -9,6 +9,7 @@ from trainfit.techniques.loss_scaling import LossScaling
 from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.techniques.pipeline import PipelineStages
 from trainfit.techniques.precision import MixedPrecision
+from trainfit.techniques.recompute_ahead import RecomputeAhead
 from trainfit.techniques.tensor_parallel import TensorSplit
 from trainfit.techniques.zero import ZeroStages
 
@@ -18,6 +19,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     TensorSplit(),
     BlockCasts(),
     ActivationTiers(),
+    RecomputeAhead(),
     ZeroStages(),
     OptimizerStates(),
     ChunkedLoss(),

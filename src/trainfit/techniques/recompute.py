@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,16 @@ class _Slot:
         self.value: Tensor | None = None
 
 
+class Beside(Protocol):
+    """Recomputes regions ahead of time, beside the backward of others; see recompute_ahead.py."""
+
+    def before(self, region: Region) -> weakref.ref[Region] | None:
+        """A region begins its forward: the one whose backward comes right after its own."""
+
+    def start(self, region: Region) -> None:
+        """Recompute it on a stream of its own."""
+
+
 @dataclass(eq=False)
 class RecomputePlan:
     """How one block is recomputed; shared by all its calls, and put in the place of its forward.
@@ -79,6 +89,7 @@ class RecomputePlan:
     looked_at: by training flag, the functions in which the first call found something.
         See NOTE [ Looking only where there is something to see ] in kept_outputs.py.
     tier: whose rules keep has.
+    beside, number: what recomputes regions ahead of time, and the block's number to it.
     """
 
     name: str
@@ -90,6 +101,8 @@ class RecomputePlan:
     watched: KeepRules
     looked_at: dict[bool, set[Any]] = field(default_factory=dict)
     tier: Tier = "full"
+    beside: Beside | None = None
+    number: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block()
@@ -134,6 +147,9 @@ class Region:
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.kept: list[Kept] = []
         self.buffers: list[WrittenBuffer] = []
+        self.before = None if plan.beside is None else plan.beside.before(self)
+        self.is_recomputed = False
+        self.started: Callable[[], None] | None = None  # ahead of time: waits until it is done
         self._original = (args, kwargs)
 
     def run(self) -> Any:
@@ -165,8 +181,20 @@ class Region:
         self.shapes.append((tensor.shape, tensor.dtype))
         return slot
 
+    def open(self) -> None:
+        """Backward asks for the first slot: fill all, or wait until they are, and let the next region begin."""
+        started, self.started = self.started, None
+        if started is None:
+            self.recompute()
+        else:
+            started()
+        following = None if self.before is None else self.before()
+        if following is not None and not following.is_recomputed and self.plan.beside is not None:
+            self.plan.beside.start(following)
+
     def recompute(self) -> None:
         """Fill every slot that is still alive."""
+        self.is_recomputed = True
         if versions_of(self.inputs) != self.input_versions:
             raise RecomputeError(
                 f"{self.plan.name}: an input was changed in place after forward, so it cannot be recomputed; "
@@ -252,8 +280,8 @@ def _unpack(slot: Any) -> Tensor:
             f"{slot.region.plan.name}: second derivatives (create_graph=True) do not go through a recomputed block; "
             "set this block's activation tier to keep"
         )
-    if slot.value is None:
-        slot.region.recompute()
+    if slot.value is None or slot.region.started is not None:
+        slot.region.open()
     assert slot.value is not None
     value: Tensor = slot.value
     return value

@@ -228,7 +228,8 @@ class AllocatorSection(_Section):
 class Recipe(_Section):
     """One training run. memory None means all that the device has; steps None means `epochs` passes over the text.
 
-    activation: a policy that decides the tiers; None leaves them to the plan.
+    activation: a policy that decides the tiers; None leaves them to the plan. recompute_ahead: blocks that are
+    recomputed ahead of time; None lets a plan try it.
     weights: a folder of safetensors to start from. freeze, train_only: patterns on names of parameters.
     """
 
@@ -248,6 +249,7 @@ class Recipe(_Section):
     train_only: Patterns | None = None
     frozen_weights: FrozenStorage = "fp32"
     activation: Annotated[str, BeforeValidator(lambda value: str(parse_policy(str(value))))] | None = None
+    recompute_ahead: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
     may_change: tuple[Literal["precision", "optimizer"], ...] = ()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
