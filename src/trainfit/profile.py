@@ -40,6 +40,14 @@ MESH_DIMS: tuple[MeshDim, ...] = get_args(MeshDim)
 
 
 @dataclass(frozen=True)
+class TokenBucket:
+    """The tiers of all blocks, first to last, in micro batches of at most max_tokens, padding included."""
+
+    max_tokens: int
+    tiers: tuple[Tier, ...]
+
+
+@dataclass(frozen=True)
 class Mesh:
     """How the processes of a run are arranged, one device each; the last dimension's ranks are neighbours.
 

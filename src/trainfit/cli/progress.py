@@ -20,6 +20,7 @@ from trainfit.train import (
     Saved,
     Started,
     StepDone,
+    TiersChanged,
 )
 from trainfit.units import format_bytes, format_count, format_seconds
 
@@ -77,6 +78,8 @@ class TrainingDisplay:
                 self._say(f"[yellow]note:[/] the earlier run of this folder is now in {escape(str(event.folder))}")
             case Resumed():
                 self._draw_resumed(event)
+            case TiersChanged():
+                self._draw_tiers(event)
             case Saved():
                 pass  # the last one is in the summary; a line for each would push the losses away
 
@@ -112,6 +115,14 @@ class TrainingDisplay:
             self._say(f"[yellow]note:[/] {escape(note)}")
         self._pace = _Pace(event.step)
         self._task = self._progress.add_task("step", total=event.steps, completed=event.step, facts="")
+
+    def _draw_tiers(self, event: TiersChanged) -> None:
+        used, limit = format_bytes(event.used_bytes), format_bytes(event.limit_bytes)
+        why = "above" if event.change == "tightened" else "well below"
+        self._say(
+            f"[yellow]note:[/] step {event.step} used {used}, {why} the {limit} of per_batch.threshold: tiers are "
+            f"{event.change} to row +{event.level} of {event.max_level}; gradients do not change"
+        )
 
     def _draw_step(self, event: StepDone) -> None:
         self._pace.add(event)

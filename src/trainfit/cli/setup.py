@@ -16,6 +16,7 @@ from trainfit.hardware import Accelerator, Hardware, Launch, accelerator, find_d
 from trainfit.plan import Plan, Target, choose
 from trainfit.plan.compare import situation_of
 from trainfit.plan.held import choose_held
+from trainfit.plan.per_batch import choose_per_batch
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.plan.space import layout_of
 from trainfit.profile import PRECISIONS, AllocatorSettings, LossScale, OptimizerVariant, Precision, Tier
@@ -208,6 +209,15 @@ def choose_for(
     max_grad_norm: float | None,
 ) -> Plan:
     """The best plan for a target, with the tiers of the recipe's policy where it names one."""
+    if recipe is not None and recipe.per_batch is not None:
+        return choose_per_batch(
+            workload,
+            hardware,
+            target,
+            threshold=recipe.per_batch.threshold,
+            max_grad_norm=max_grad_norm,
+            on_progress=say,
+        )
     if recipe is None or recipe.activation is None:
         return choose(workload, hardware, target, max_grad_norm=max_grad_norm, on_progress=say)
     policy = parse_policy(recipe.activation)
@@ -243,6 +253,9 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
         if planned != wanted:
             raise RecipeError(f"the plan is for {what} {planned}, the recipe for {wanted}; plan again with the recipe")
     strategy = plan.strategy
+    if bool(strategy.tier_table) != (recipe.per_batch is not None):
+        plans, asks = ("one list of tiers", "per_batch") if recipe.per_batch else ("a tier table", "no per_batch")
+        raise RecipeError(f"the plan has {plans}, the recipe {asks}; plan again with the recipe")
     if layout_of(strategy) not in target.layouts:
         raise RecipeError(
             f"the plan is for {describe_strategy(strategy)}, which is not how the recipe arranges its devices; "

@@ -92,7 +92,11 @@ def train(
             resume=resume,
             launch=launch,
         )
-    return _finish(report, made, console, json=json) if launch.is_first else INTERRUPTED * report.interrupted
+    predicted = made.predicted
+    if launch.is_first and report.measured_shapes and settings.data.lengths == "documents":
+        console.print("rehearsing the micro batches of the update that was recorded", style="dim")
+        predicted = _of_shapes(report, made, settings, workload, hardware)
+    return _finish(report, made, predicted, console, json=json) if launch.is_first else INTERRUPTED * report.interrupted
 
 
 def _shared_recipe(launch: Launch, path: str, overrides: Sequence[str]) -> Recipe:
@@ -137,12 +141,30 @@ def _plan(recipe: Recipe, workload: Workload, hardware: Hardware, path: Path | N
     return plan_recipe(recipe, workload, hardware, say)
 
 
-def _finish(report: TrainReport, plan: Plan, console: Console, *, json: bool) -> int:
+def _of_shapes(report: TrainReport, plan: Plan, recipe: Recipe, workload: Workload, hardware: Hardware) -> Profile:
+    """The prediction for the very micro batches of the update that was recorded: with documents each is another.
+
+    Its time is for as many tokens, padding included, as the plan's steps have.
+    """
+    import torch
+
+    from trainfit.rehearsal import rehearse
+    from trainfit.workload import MicroBatch
+
+    ids = [torch.zeros(shape, dtype=torch.long) for shape in report.measured_shapes]
+    window = [MicroBatch.of(each, each.clone()) for each in ids]
+    ranks = replace(hardware, count=plan.strategy.mesh.size)
+    profile = rehearse(workload, plan.strategy, ranks, max_grad_norm=recipe.max_grad_norm, micro_batches=window)
+    share = plan.target.sequences_per_step * plan.target.seq_len / profile.tokens
+    return profile.with_phase_seconds({phase: seconds * share for phase, seconds in profile.phase_seconds.items()})
+
+
+def _finish(report: TrainReport, plan: Plan, predicted: Profile, console: Console, *, json: bool) -> int:
     from trainfit.report import compare
 
     comparison = None
     if report.measured is not None:
-        comparison = compare(plan.predicted, _with_mean_time(report, plan))
+        comparison = compare(predicted, _with_mean_time(report, plan))
     if json:
         print_json(_to_json(report, plan, comparison))
     else:

@@ -140,6 +140,9 @@ def _changed(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
     if name == "tiers":
         if set(value) - {"keep"}:
             yield name, Tiers(value).text
+    elif name == "tier_table":
+        if value:
+            yield name, f"of {len(value)} rows, by the tokens of a micro batch"
     elif is_dataclass(value):
         default = LossScale() if isinstance(value, LossScale) else default
         if not isinstance(default, type(value)):

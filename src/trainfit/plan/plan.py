@@ -42,6 +42,15 @@ class MoreMemory:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """A row of a strategy's tier table: what its largest micro batches need, and their seconds for each token."""
+
+    max_tokens: int
+    peak_bytes: int
+    token_seconds: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What was chosen and why.
 
@@ -49,6 +58,7 @@ class Plan:
     plain: what training without any technique needs, the whole step as one micro batch.
     binds: the event of the step that has the peak: "the loss spike", "backward of block 31", "the optimizer step".
     more_memory: what a little more would buy; None where nothing fits.
+    buckets: of a strategy with a tier table, one for each row.
     """
 
     allowed_bytes: int
@@ -63,6 +73,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     binds: str = ""
     more_memory: MoreMemory | None = None
+    buckets: tuple[Bucket, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -96,6 +107,7 @@ class Plan:
             "notes": list(self.notes),
             "binds": self.binds,
             "more_memory": None if self.more_memory is None else asdict(self.more_memory),
+            "buckets": [asdict(bucket) for bucket in self.buckets],
             "hash": self.hash,
         }
 
@@ -116,6 +128,7 @@ class Plan:
                 notes=tuple(data["notes"]),
                 binds=data.get("binds", ""),
                 more_memory=MoreMemory(**data["more_memory"]) if data.get("more_memory") else None,
+                buckets=tuple(Bucket(**each) for each in data.get("buckets", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecipeError(

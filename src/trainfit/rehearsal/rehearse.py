@@ -49,9 +49,9 @@ def rehearse(
 ) -> Profile:
     """Bytes and seconds of one optimizer step on one rank, from the step itself.
 
-    By default every micro batch is full: (micro_batch_size, seq_len). Of a full window not all run, see
-    NOTE [ Micro batches that wait ]. micro_batches, of any shapes, all run. Optimizer states exist from the start, so
-    the first step is like any other. allowed_bytes: see Watched.profile.
+    By default every micro batch is full: (micro_batch_size, seq_len), under the row of a tier table that is for it. Of
+    a full window not all run, see NOTE [ Micro batches that wait ]. micro_batches, of any shapes, all run. Optimizer
+    states exist from the start, so the first step is like any other. allowed_bytes: see Watched.profile.
     Raises DeviceError for a precision that the device lacks and for several ranks in a process that is one already,
     RecipeError for tiers that are not as many as blocks and for a rank that is not there.
     """
@@ -60,6 +60,9 @@ def rehearse(
         raise RecipeError(
             f"rank {rank} of {strategy.mesh.size} is not there; give one from 0 to {strategy.mesh.size - 1}"
         )
+
+    if micro_batches is None and strategy.tier_table:
+        strategy = strategy.for_tokens(strategy.micro_batch_size * workload.seq_len)
 
     def rehearsed_of(model: Workload, shallow: Strategy, cut: Cut | None) -> Profile:
         with fake_ranks(strategy.mesh, rank, hardware) as ranks, fake_tensors():
@@ -79,12 +82,18 @@ def rehearse(
         short = shortened(workload, cut.kept)
         assert short is not None
         try:
-            return rehearsed_of(short, replace(strategy, tiers=tuple(strategy.tiers[at] for at in cut.kept)), cut)
+            return rehearsed_of(short, _of_blocks(strategy, cut.kept), cut)
         except NotAlikeError:
             pass  # more blocks then, at the price of time
         except TrainfitError:
             break  # to be said of the blocks that were asked for, with their numbers
     return rehearsed_of(workload, strategy, None)
+
+
+def _of_blocks(strategy: Strategy, kept: Sequence[int]) -> Strategy:
+    """The strategy for some blocks of the model."""
+    table = tuple(replace(row, tiers=tuple(row.tiers[at] for at in kept)) for row in strategy.tier_table)
+    return replace(strategy, tiers=tuple(strategy.tiers[at] for at in kept), tier_table=table)
 
 
 def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
@@ -101,11 +110,13 @@ def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
         return  # the latter is an error, and said when the step is made
     stages = [part.blocks for part in divide(len(anatomy.blocks), mesh.pipeline)]
     own = rank // (mesh.size // mesh.pipeline)
+    # Of a table blocks are alike that have the same tiers in each of its rows.
+    kinds = list(zip(anatomy.structures, strategy.tiers, *(row.tiers for row in strategy.tier_table)))
     # The first block of a model is given sequences that are split already, and shifts what it hands on.
     # A block that recomputes the one before it reads what the one before that returned.
     near = max(1, strategy.zero.prefetch if mesh.data > 1 else 1) + strategy.tensor.sequence + strategy.recompute_ahead
     for reach in (near, near + 1):
-        if (cut := cut_of(list(zip(anatomy.structures, strategy.tiers)), stages, own, reach)) is None:
+        if (cut := cut_of(kinds, stages, own, reach)) is None:
             continue
         if runs_alike(workload, cut, stages[own]):
             yield cut

@@ -35,7 +35,18 @@ def plan_view(plan: Plan) -> RenderableType:
     reason += [Text(line) for line in what_binds(plan)]
     notes = [Text(f"note: {note}", style="yellow") for note in plan.notes]
     words = Text(" ".join(explain_peak(plan.predicted, plan.strategy)))
-    return Group(title, _sides(plan), *speed, *reason, words, *notes)
+    rows = [buckets_table(plan)] if plan.buckets else []
+    return Group(title, _sides(plan), *rows, *speed, *reason, words, *notes)
+
+
+def buckets_table(plan: Plan) -> Table:
+    """The tiers of micro batches by their tokens, and what the largest of each row need."""
+    made = table("tokens of a micro batch", "peak", "a token", "activation")
+    for row, bucket in zip(plan.strategy.tier_table, plan.buckets):
+        own = f"{row.max_tokens:,}" + ("*" if row.max_tokens == plan.strategy.micro_batch_tokens else " ")
+        made.add_row(own, format_bytes(bucket.peak_bytes), seconds_cell(bucket.token_seconds), format_tiers(row.tiers))
+    made.caption, made.caption_justify = "* sequences are put together up to these; a longer one is alone", "left"
+    return made
 
 
 def what_binds(plan: Plan) -> Iterator[str]:
@@ -54,12 +65,12 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
     both, seq_len = (plan.plain.strategy, plan.strategy), plan.target.seq_len
     peaks, seconds = (plan.plain.peak_bytes, plan.predicted.needed_bytes), (plan.plain, plan.predicted)
     rows: list[tuple[str, Iterable[str]]] = [
-        ("micro batch", (f"{s.micro_batch_size} x {seq_len} tokens" for s in both)),
+        ("micro batch", (_micro_batch(s, seq_len) for s in both)),
         ("accumulation", (str(s.accumulation_steps) for s in both)),
         ("precision", (s.precision for s in both)),
         ("optimizer", (variant_words(s) or "AdamW" for s in both) if any(map(variant_words, both)) else ()),
         ("devices", (", ".join(describe_mesh(s)) or "copies" for s in both) if both[1].mesh.size > 1 else ()),
-        ("activation", (format_tiers(s.tiers) for s in both)),
+        ("activation", (format_tiers(s.tiers) if not s.tier_table else "by tokens" for s in both)),
         ("loss chunks", (str(s.loss_chunks) for s in both)),
         ("peak memory", (format_bytes(peak) for peak in peaks)),
         ("of it allocated", ("-", format_bytes(plan.predicted.peak_bytes)) if plan.predicted.reserved_bytes else ()),
@@ -67,6 +78,12 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
     ]
     found = ((name, tuple(values)) for name, values in rows)
     return [(name, values[0], values[1]) for name, values in found if values]
+
+
+def _micro_batch(strategy: Strategy, seq_len: int) -> str:
+    if strategy.tier_table:
+        return f"up to {strategy.micro_batch_tokens} tokens"
+    return f"{strategy.micro_batch_size} x {seq_len} tokens"
 
 
 def _sides(plan: Plan) -> Table:

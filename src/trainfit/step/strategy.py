@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from trainfit.errors import RecipeError
@@ -23,6 +23,7 @@ from trainfit.profile import (
     Precision,
     TensorParallel,
     Tier,
+    TokenBucket,
     Zero,
 )
 from trainfit.step.strategy_rules import (
@@ -31,6 +32,7 @@ from trainfit.step.strategy_rules import (
     check_optimizer,
     check_pipeline,
     check_recompute_ahead,
+    check_table,
     check_zero,
 )
 
@@ -65,6 +67,9 @@ class Strategy:
     tensor: how the ranks that split each matrix work together.
     pipeline: how the stages of mesh.pipeline take turns.
     allocator: how the device's caching allocator goes about.
+    tier_table: tiers by the tokens of a micro batch, ascending, in the place of tiers, which then are the last row's.
+    micro_batch_tokens: that a micro batch of sequences of several lengths may have, padding included, if it is more
+        than one sequence; 0 stands for micro_batch_size sequences of the full length.
     """
 
     micro_batch_size: int
@@ -82,6 +87,8 @@ class Strategy:
     pipeline: Pipeline = Pipeline()
     allocator: AllocatorSettings = AllocatorSettings()
     recompute_ahead: int = 0
+    tier_table: tuple[TokenBucket, ...] = ()
+    micro_batch_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -112,11 +119,17 @@ class Strategy:
         check_pipeline(self.pipeline, self.mesh, self.accumulation_steps)
         check_allocator(self.allocator)
         check_recompute_ahead(self)
+        check_table(self)
 
     @property
     def sequences_per_step(self) -> int:
         """Of one optimizer step, over all ranks."""
         return self.micro_batch_size * self.accumulation_steps * self.mesh.data
+
+    def for_tokens(self, num_tokens: int) -> Strategy:
+        """What this is for micro batches of so many tokens alone: with the tiers of their row, and no table."""
+        row = next((row for row in self.tier_table if row.max_tokens >= num_tokens), None)
+        return replace(self, tiers=self.tiers if row is None else row.tiers, tier_table=(), micro_batch_tokens=0)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -133,8 +146,13 @@ class Strategy:
             parts = {name: kind(**data.get(name, {})) for name, kind in _PARTS.items()}
             if data.get("loss_scale") is not None:
                 parts["loss_scale"] = LossScale(**data["loss_scale"])
-        except TypeError as error:
-            raise RecipeError(f"the strategy's {', '.join(_PARTS)} have an unknown key: {error}") from None
+            parts["tier_table"] = tuple(
+                TokenBucket(**{**row, "tiers": tuple(row["tiers"])}) for row in data.get("tier_table", ())
+            )
+        except (TypeError, KeyError) as error:
+            raise RecipeError(
+                f"the strategy's {', '.join((*_PARTS, 'tier_table'))} have an unknown key: {error}"
+            ) from None
         return cls(**{**data, "tiers": tuple(data.get("tiers", ())), **parts})
 
     @property

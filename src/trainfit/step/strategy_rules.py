@@ -12,6 +12,7 @@ from trainfit.profile import (
     PIPELINE_SCHEDULES,
     PRECISIONS,
     STATE_STORAGES,
+    TIERS,
     WEIGHT_STORAGES,
     AllocatorSettings,
     Mesh,
@@ -196,6 +197,31 @@ def check_recompute_ahead(strategy: Strategy) -> None:
         raise RecipeError(
             f"recompute_ahead 1 needs the weights of the block before while a block's backward runs, and zero.stage 3 "
             f"over mesh.shard {strategy.mesh.shard} has dropped them; set recompute_ahead: 0, or zero.stage: 2"
+        )
+
+
+def check_table(strategy: Strategy) -> None:
+    table, tokens = strategy.tier_table, strategy.micro_batch_tokens
+    if type(tokens) is not int or tokens < 0:
+        raise RecipeError(f"micro_batch_tokens is {tokens!r}; give a whole number of tokens, or 0")
+    if not table:
+        return
+    limits = [row.max_tokens for row in table]
+    if any(type(limit) is not int or limit < 1 for limit in limits) or limits != sorted(set(limits)):
+        raise RecipeError(f"tier_table has rows for {limits} tokens; they must ascend, from 1 on")
+    if tokens > limits[-1]:
+        raise RecipeError(f"micro_batch_tokens is {tokens}, the tier_table ends at {limits[-1]}; plan again")
+    for row in table:
+        if len(row.tiers) != len(strategy.tiers):
+            raise RecipeError(
+                f"tier_table gives {len(row.tiers)} blocks a tier, tiers {len(strategy.tiers)}; plan again"
+            )
+        if unknown := sorted(set(row.tiers) - set(TIERS)):
+            raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
+    if strategy.mesh.pipeline > 1:
+        raise RecipeError(
+            f"a tier_table does not work with mesh.pipeline {strategy.mesh.pipeline}: its stages take micro batches of "
+            "one shape; leave per_batch out, or use mesh.shard"
         )
 
 

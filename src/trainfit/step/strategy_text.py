@@ -18,6 +18,9 @@ def describe_strategy(strategy: Strategy) -> str:
     chunks = "full logits" if strategy.loss_chunks == 1 else f"loss in {strategy.loss_chunks} chunks"
     tiers = format_tiers(strategy.tiers) if strategy.tiers else "no blocks"
     size = f"micro batch {strategy.micro_batch_size} x {strategy.accumulation_steps}"
+    if strategy.tier_table:
+        size = f"micro batches of {strategy.micro_batch_tokens} tokens"
+        tiers = f"tiers by tokens ({format_table(strategy)})"
     by_block = strategy.loss_scale is not None and strategy.loss_scale.per_block
     precision = f"{strategy.precision} scaled by block" if by_block else strategy.precision
     frozen = [] if strategy.frozen_weights == "fp32" else [f"frozen weights in {strategy.frozen_weights}"]
@@ -113,6 +116,11 @@ def _parse_run(part: str, text: str) -> tuple[int, Tier]:
             "or a list like 6*full,2*pointwise"
         )
     return int(match[1] or 1), match[2]
+
+
+def format_table(strategy: Strategy) -> str:
+    """Its rows: "512 keep; 2048 4*full,2*keep"."""
+    return "; ".join(f"{row.max_tokens} {format_tiers(row.tiers)}" for row in strategy.tier_table)
 
 
 def format_tiers(tiers: Iterable[Tier]) -> str:

@@ -64,6 +64,7 @@ class TrainStep:
         self._run_window = build.run_window  # no bound method: a step must die with its last reference
         self._sync = build.sync
         self.scaling = build.scaling
+        self.tier_switch = build.tier_switch
         self.ranks: Ranks = build.ranks
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         elsewhere = {id(p) for name, p in self.model.named_parameters() if name in build.counted_elsewhere}
@@ -135,6 +136,8 @@ class TrainStep:
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         for index, batch in enumerate(micro_batches):
             self._sync.before_micro_batch(is_last=index == len(micro_batches) - 1)
+            if self.tier_switch is not None:
+                self.tier_switch.before(batch.labels.numel())
             with self._autocast():
                 loss = self._compute_loss(batch.to(self._device), scale, observer)
             loss.backward()

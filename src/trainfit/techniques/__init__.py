@@ -11,6 +11,7 @@ from trainfit.techniques.pipeline import PipelineStages
 from trainfit.techniques.precision import MixedPrecision
 from trainfit.techniques.recompute_ahead import RecomputeAhead
 from trainfit.techniques.tensor_parallel import TensorSplit
+from trainfit.techniques.tier_table import TierTable
 from trainfit.techniques.zero import ZeroStages
 
 TECHNIQUES: tuple[Technique, ...] = (
@@ -19,6 +20,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     TensorSplit(),
     BlockCasts(),
     ActivationTiers(),
+    TierTable(),
     RecomputeAhead(),
     ZeroStages(),
     OptimizerStates(),

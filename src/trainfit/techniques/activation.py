@@ -35,6 +35,7 @@ from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.kept_outputs import KeepRules, Rule
 from trainfit.techniques.parts import CoreForward, parts_of, run_attention
 from trainfit.techniques.recompute import RecomputePlan
+from trainfit.techniques.switched import SwitchedForward
 
 SEARCHED: tuple[Tier, ...] = ("pointwise", "attention", "full")  # those of the first list that recompute
 
@@ -181,7 +182,7 @@ def forget_recompute(block: nn.Module) -> None:
     """Undo recompute_block: a model may be built again under another strategy."""
     for module in block.modules():
         plan = vars(module).get("forward")
-        if isinstance(plan, RecomputePlan | CoreForward):
+        if isinstance(plan, RecomputePlan | CoreForward | SwitchedForward):
             del module.forward
             if isinstance(plan.forward, Patched):
                 module.forward = plan.forward.forward

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainfit.hardware import Accelerator, Hardware, Ranks
 from trainfit.profile import Cast, LossScale, Phase, Precision
+from trainfit.techniques.switched import TierSwitch
 from trainfit.workload import Anatomy, HeadSplit, Workload
 from trainfit.workload.batch import MicroBatch
 
@@ -108,6 +109,7 @@ class Build:
     gradient_dtype: in which gradients of half weights add up; None for the weights' own.
     updates_in_backward: parameters are updated one by one, and hold no gradients after backward.
     scaling: of the loss, where fp16 needs it.
+    tier_switch: of a table, told of each micro batch before its forward.
     autocast: entered around forward and loss of every micro batch.
     notes: sentences for the user about what was chosen instead of what was asked.
     """
@@ -133,6 +135,7 @@ class Build:
     gradient_dtype: torch.dtype | None = None
     updates_in_backward: bool = False
     scaling: Scaling | None = None
+    tier_switch: TierSwitch | None = None
     notes: list[str] = field(default_factory=list)
 
     def forward(self, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:

@@ -29,6 +29,7 @@ from trainfit.hardware import Accelerator
 from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.parts import CoreForward
 from trainfit.techniques.recompute import RecomputePlan, Region
+from trainfit.techniques.switched import SwitchedForward
 
 
 class RecomputeAhead:
@@ -64,6 +65,8 @@ def _plans(block: nn.Module) -> Iterator[RecomputePlan]:
             yield forward.core
         elif isinstance(forward, RecomputePlan):
             yield forward
+        elif isinstance(forward, SwitchedForward):
+            yield from (plan for plan in forward.plans.values() if isinstance(plan, RecomputePlan))
 
 
 class SideStream:

@@ -11,6 +11,7 @@ from trainfit.train.events import (
     Saved,
     Started,
     StepDone,
+    TiersChanged,
     TrainReport,
 )
 from trainfit.train.loop import train
@@ -33,6 +34,7 @@ __all__ = [
     "Saved",
     "Started",
     "StepDone",
+    "TiersChanged",
     "TrainReport",
     "load_recipe",
     "read_metrics",

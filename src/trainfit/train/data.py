@@ -1,4 +1,4 @@
-"""prepare_data: the text of a recipe as two memory-mapped arrays of tokens, made once for a run folder."""
+"""prepare_data: the text of a recipe as memory-mapped tokens, and where documents end, made once for a run folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,9 +15,10 @@ import numpy as np
 
 from trainfit.errors import DataError, ResumeError
 from trainfit.train.documents import Document, fingerprint, list_documents, split_documents, split_text
-from trainfit.train.packing import PackedTokens
+from trainfit.train.packing import PackedTokens, Sequences
 from trainfit.train.recipe import Recipe
 from trainfit.train.tokenizer import encode, end_of_text_id, load_tokenizer, train_tokenizer
+from trainfit.train.variable import DocumentTokens
 from trainfit.units import format_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -32,11 +33,20 @@ _BATCH_BYTES = 2**20  # text that is encoded at once: bounds host memory, enough
 class TextData:
     """The tokens of a run. vocab_size is the tokenizer's; num_bytes the text's."""
 
-    train: PackedTokens
-    held_out: PackedTokens
+    train: Sequences
+    held_out: Sequences
     vocab_size: int
     num_documents: int
     num_bytes: int
+
+    def in_batches_of(self, batch_tokens: int) -> TextData:
+        """With micro batches of so many tokens, where documents have lengths of their own."""
+        parts = {
+            split: each.in_batches_of(batch_tokens)
+            for split, each in (("train", self.train), ("held_out", self.held_out))
+            if isinstance(each, DocumentTokens)
+        }
+        return replace(self, **parts)  # type: ignore[arg-type]
 
 
 def prepare_data(
@@ -50,7 +60,8 @@ def prepare_data(
     documents = list_documents(recipe.data, recipe.resolve)
     key = _cache_key(recipe, documents)
     index = _read_index(folder)
-    if index is None or index["key"] != key:
+    has_ends = recipe.data.lengths == "packed" or all((folder / f"{split}.ends").is_file() for split in SPLITS)
+    if index is None or index["key"] != key or not has_ends:
         if resume:
             raise ResumeError(_changed_text(folder, index, documents))
         index = _make(recipe, documents, folder, key, progress or _silent)
@@ -66,11 +77,16 @@ def prepare_data(
             raise DataError(
                 f"{folder / split}.bin has {found} bytes, not {wanted} tokens; remove {folder} to make it again"
             )
-    train, held_out = (
-        PackedTokens(np.memmap(folder / f"{split}.bin", dtype=index["dtype"], mode="r"), recipe.seq_len)
-        for split in SPLITS
-    )
+    train, held_out = (_sequences(recipe, folder, split, index["dtype"]) for split in SPLITS)
     return TextData(train, held_out, index["vocab_size"], index["num_documents"], index["num_bytes"])
+
+
+def _sequences(recipe: Recipe, folder: Path, split: Split, dtype: str) -> Sequences:
+    tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
+    if recipe.data.lengths == "packed":
+        return PackedTokens(tokens, recipe.seq_len)
+    ends = np.fromfile(folder / f"{split}.ends", dtype=np.int64)
+    return DocumentTokens.of(tokens, ends, recipe.seq_len, recipe.tokens_per_step)
 
 
 def _make(recipe: Recipe, documents: Sequence[Document], folder: Path, key: str, progress: Progress) -> dict[str, Any]:
@@ -107,11 +123,15 @@ def _build(recipe: Recipe, documents: Sequence[Document], folder: Path, progress
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     end_of_text = end_of_text_id(tokenizer, settings)
     num_tokens = dict.fromkeys(SPLITS, 0)
+    ends: dict[Split, list[int]] = {split: [] for split in SPLITS}
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
         for split, text_ids in _encoded(documents, held_out, fraction, tokenizer, progress):
             np.asarray([*text_ids, end_of_text], dtype=dtype).tofile(files[split])
             num_tokens[split] += len(text_ids) + 1
+            ends[split].append(num_tokens[split])
+    for split in SPLITS:
+        np.asarray(ends[split], dtype=np.int64).tofile(folder / f"{split}.ends")
     return {
         "vocab_size": vocab_size,
         "end_of_text_id": end_of_text,
@@ -147,7 +167,8 @@ def _parts(document: Document, held_out: frozenset[str], fraction: float) -> dic
 
 
 def _check_length(recipe: Recipe, num_tokens: dict[str, int]) -> None:
-    needed = recipe.seq_len + 1
+    # A document may be as short as two tokens, of which one is predicted.
+    needed = recipe.seq_len + 1 if recipe.data.lengths == "packed" else 2
     if min(num_tokens.values()) < needed:
         raise DataError(
             f"the text is too short: {num_tokens['train']} training and {num_tokens['held_out']} held-out tokens, "
@@ -157,7 +178,10 @@ def _check_length(recipe: Recipe, num_tokens: dict[str, int]) -> None:
 
 def _cache_key(recipe: Recipe, documents: Sequence[Document]) -> str:
     # The seed picks the sample that a tokenizer is trained on, so it is part of what the tokens depend on.
-    settings = json.dumps({**recipe.data.model_dump(mode="json"), "seed": recipe.seed}, sort_keys=True)
+    # How documents become sequences is not.
+    settings = json.dumps(
+        {**recipe.data.model_dump(mode="json", exclude={"lengths"}), "seed": recipe.seed}, sort_keys=True
+    )
     tokenizer = recipe.data.tokenizer.path
     mark = str(path.stat().st_mtime_ns) if tokenizer and (path := recipe.resolve(tokenizer)).is_file() else ""
     return sha256("\n".join([settings, mark, fingerprint(documents)]).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainfit.hardware import Ranks
-from trainfit.train.packing import Indices, PackedTokens, shared_batches
+from trainfit.train.packing import Indices, Sequences, shared_batches
 from trainfit.workload.batch import MicroBatch
 
 ONE_PROCESS = Ranks()
@@ -16,7 +16,7 @@ ONE_PROCESS = Ranks()
 
 def held_out_loss(
     evaluate: Callable[[MicroBatch], tuple[Tensor, int]],
-    data: PackedTokens,
+    data: Sequences,
     indices: Indices,
     batch_size: int,
     ranks: Ranks = ONE_PROCESS,

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainfit.profile import Profile
 from trainfit.step import Underflow
+from trainfit.train.tightening import Change
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class StepDone:
     """One optimizer update. loss in nats per token; memory_bytes is in use on the device after it.
 
     loss_scale: of this update; None where losses are not scaled. skipped: it overflowed, and weights did not move.
+    micro_batches: on this rank. used_bytes, tier_level: with a tier table, the update's peak and how many rows further
+    down its micro batches were given their tiers.
     """
 
     step: int
@@ -69,6 +72,21 @@ class StepDone:
     memory_bytes: int
     loss_scale: float | None = None
     skipped: bool = False
+    micro_batches: int = 1
+    used_bytes: int | None = None
+    tier_level: int | None = None
+
+
+@dataclass(frozen=True)
+class TiersChanged:
+    """From the next update on a tier table is read `level` rows further down, because this one used so much."""
+
+    step: int
+    change: Change
+    level: int
+    max_level: int
+    used_bytes: int
+    limit_bytes: int
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,7 @@ class Interrupted:
     step: int
 
 
-Event = Preparing | Archived | Resumed | Started | StepDone | Measured | Evaluated | Saved | Interrupted
+Event = Preparing | Archived | Resumed | Started | StepDone | Measured | Evaluated | Saved | Interrupted | TiersChanged
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,7 @@ class TrainReport:
     measured: Profile of the second update of this process where one was taken; measured_peak_bytes: its peak, or the
         meter's from the second update on (on a CPU that is the process's resident peak); None when the run had fewer
         than two updates.
+    measured_shapes: (sequences, length) of the micro batches of that update.
     seconds: of the updates alone; total_seconds: data, evaluation and saving included.
     """
 
@@ -132,6 +151,7 @@ class TrainReport:
     measured_peak_bytes: int | None
     measured: Profile | None
     checkpoint: Path | None
+    measured_shapes: tuple[tuple[int, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values with these keys: summary.json of a run folder."""

@@ -24,16 +24,18 @@ from trainfit.train.data import TextData, prepare_data
 from trainfit.train.events import Archived, Event, Preparing, Resumed, Started, TrainReport
 from trainfit.train.measured import MeasuredUpdate
 from trainfit.train.metrics import MetricsWriter, NoMetrics
-from trainfit.train.packing import unigram_loss, updates_per_epoch
+from trainfit.train.packing import epoch_order, unigram_loss
 from trainfit.train.reading import changed_keys
 from trainfit.train.recipe import Recipe
 from trainfit.train.run import OnEvent, Run
 from trainfit.train.run_folder import SUMMARY_FILE, RunFolder
+from trainfit.train.tightening import UseMeter
 from trainfit.workload import Workload
 from trainfit.workload.huggingface import is_transformers_model
 
 # A run that goes on under other values of these would be another run: its weights or its position mean nothing there.
 _KEPT_ON_RESUME = ("model", "adapter", "freeze", "train_only", "data", "seq_len", "seed")
+_DATA_BEFORE = {"lengths": "packed"}  # what checkpoints mean that are older than the key
 
 
 def train(
@@ -69,7 +71,8 @@ def train(
             setup.read(resume)
             stack.enter_context(launch.process_group(accelerator, timeout_seconds=recipe.timeout_seconds))
             measured = stack.enter_context(MeasuredUpdate(accelerator)) if measure and launch.is_first else None
-            run = setup.build(strategy, accelerator, str(plan.get("hash", "")))
+            budget_bytes = int(plan.get("budget_bytes") or recipe.memory or accelerator.memory.total_bytes())
+            run = setup.build(strategy, accelerator, str(plan.get("hash", "")), budget_bytes)
             if setup.saved is not None:
                 _restore(run, setup.saved)
         except BaseException:  # Ctrl-C included: a run that never began leaves no empty folders
@@ -143,15 +146,19 @@ class _Setup:
             progress=lambda what, done, total: self.on_event(Preparing(what, done, total)),
         )
 
-    def build(self, strategy: Strategy, accelerator: Accelerator, plan_hash: str) -> Run:
+    def build(self, strategy: Strategy, accelerator: Accelerator, plan_hash: str, budget_bytes: int) -> Run:
         recipe = self.recipe
-        epochs = recipe.epochs or 0
-        steps = recipe.steps or epochs * updates_per_epoch(self.data.train.num_sequences, recipe.sequences_per_step)
+        train = self.data.train
+        orders = (epoch_order(train, recipe.seed, epoch) for epoch in range(recipe.epochs or 0))
+        steps = recipe.steps or train.updates(orders, recipe.sequences_per_step)
         torch.manual_seed(recipe.seed)  # before the weights are drawn, alike on all ranks; seeds the devices too
         step = build_step(self.workload, strategy, accelerator, max_grad_norm=recipe.max_grad_norm)
         if step.ranks.data_index:
             torch.manual_seed(recipe.seed + step.ranks.data_index)  # other data, other dropout
-        return Run(recipe, step, self.data, accelerator, self.folder, steps, plan_hash, self.on_event)
+        run = Run(recipe, step, self.data, accelerator, self.folder, steps, plan_hash, self.on_event)
+        if strategy.tier_table:
+            run.watch_use(UseMeter(accelerator), budget_bytes)
+        return run
 
     def begin(self, plan: Mapping[str, Any], model: nn.Module) -> str:
         """Rank 0: move an earlier run aside and write what this one is about to do."""
@@ -168,9 +175,10 @@ class _Setup:
 
 def _saved_state(recipe: Recipe, folder: RunFolder) -> RunState:
     state = together(lambda: read_state(folder.latest_checkpoint()))[0]
-    kept = [key for key in _KEPT_ON_RESUME if state.recipe.get(key) != recipe.to_json()[key]]
+    saved = {**state.recipe, "data": {**_DATA_BEFORE, **(state.recipe.get("data") or {})}}
+    kept = [key for key in _KEPT_ON_RESUME if saved.get(key) != recipe.to_json()[key]]
     if kept:
-        old = {key: state.recipe.get(key) for key in kept}
+        old = {key: saved.get(key) for key in kept}
         new = {key: recipe.to_json()[key] for key in kept}
         first = changed_keys(old, new)[0]
         raise ResumeError(
@@ -223,7 +231,7 @@ def _started(run: Run, workload: Workload, baseline: float) -> Started:
         num_parameters=run.step.num_parameters,
         training_tokens=len(run.data.train.tokens),
         held_out_tokens=len(run.data.held_out.tokens),
-        held_out_loss_tokens=len(run.held_out_indices) * run.recipe.seq_len,
+        held_out_loss_tokens=run.data.held_out.num_tokens_of(run.held_out_indices),
         unigram_loss=baseline,
         notes=(*run.step.notes, *_unused_vocabulary(workload.vocab_size, run.data.vocab_size)),
     )

@@ -4,6 +4,8 @@ A line of metrics.jsonl is one JSON object. After an update it has
     step (1 is the first), loss (nats per token), learning_rate, gradient_norm (before clipping; null when nothing is
     clipped), tokens (since the run began), tokens_per_second, step_seconds,
     memory_bytes (in use on the device; on a CPU, resident in the process),
+    micro_batches (of rank 0), used_bytes and tier_level (with a tier table: the most that the update used on any rank,
+    and how many rows of the table were given up for lack of memory; else null),
     loss_scale (null where losses are not scaled), skipped (it overflowed in fp16: no weight moved),
 and after an evaluation step and held_out_loss; where blocks have loss scales of their own also
     underflow_with_blocks, underflow_with_one (shares of the blocks' gradient elements that are zero in fp16, with these

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,28 @@ class Position:
 
     epoch: int = 0
     index: int = 0
+
+
+class Sequences(Protocol):
+    """What an epoch takes in some order: PackedTokens, all of one length, or DocumentTokens (variable.py)."""
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def rows(self, indices: Sequence[int] | Indices) -> MicroBatch: ...
+
+    def num_tokens_of(self, indices: Indices) -> int: ...
+
+    def window_stop(self, order: Indices, index: int, sequences: int) -> int: ...
+
+    def groups(self, indices: Indices, batch_size: int) -> list[Indices]: ...
+
+    def updates(self, orders: Iterator[Indices], sequences: int) -> int: ...
+
+    def spread(self, count: int) -> Indices: ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +69,22 @@ class PackedTokens:
         labels = block[:, 1:].contiguous()
         return MicroBatch(block[:, :-1].contiguous(), labels, labels.numel())
 
+    def num_tokens_of(self, indices: Indices) -> int:
+        """Labels of the sequences at indices."""
+        return len(indices) * self.seq_len
+
+    def window_stop(self, order: Indices, index: int, sequences: int) -> int:
+        """Where in an epoch's order the update ends that begins at index."""
+        return min(index + sequences, len(order))
+
+    def groups(self, indices: Indices, batch_size: int) -> list[Indices]:
+        """The sequences of each micro batch."""
+        return [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+
+    def updates(self, orders: Iterator[Indices], sequences: int) -> int:
+        """Updates in passes over the text in these orders: each pass's last one may be short, and is still one."""
+        return sum(updates_per_epoch(len(order), sequences) for order in orders)
+
     def spread(self, count: int) -> Indices:
         """Indices of count sequences (all, when there are fewer) spread evenly over the text."""
         count = min(count, self.num_sequences)
@@ -58,20 +96,26 @@ def updates_per_epoch(num_sequences: int, sequences_per_update: int) -> int:
     return ceil(num_sequences / sequences_per_update)
 
 
+def epoch_order(data: Sequences, seed: int, epoch: int) -> Indices:
+    """The order of an epoch's sequences, a function of seed and epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(data.num_sequences)
+
+
 Share = tuple[int, int]
 WHOLE: Share = (0, 1)
 
 
-def shared_batches(data: PackedTokens, indices: Indices, batch_size: int, share: Share = WHOLE) -> Iterator[MicroBatch]:
+def shared_batches(data: Sequences, indices: Indices, batch_size: int, share: Share = WHOLE) -> Iterator[MicroBatch]:
     """The sequences at indices, batch_size at a time: what rank share[0] of share[1] gets of them.
 
-    Each micro step takes batch_size sequences for every rank, in the order of the ranks, and the last one what is left.
+    Each micro step takes a group of sequences for every rank, in the order of the ranks, and the last one what is left.
     All ranks get as many batches: one for which nothing is left gets a row without a valid label.
     """
     rank, count = share
-    for start in range(0, len(indices), batch_size * count):
-        own = indices[start + rank * batch_size : start + (rank + 1) * batch_size]
-        yield data.rows(own) if len(own) else _without_labels(data.rows(indices[start : start + 1]))
+    groups = data.groups(indices, batch_size)
+    for start in range(0, len(groups), count):
+        own = groups[start + rank] if start + rank < len(groups) else None
+        yield _without_labels(data.rows(groups[-1][-1:])) if own is None else data.rows(own)
 
 
 def _without_labels(batch: MicroBatch) -> MicroBatch:
@@ -79,7 +123,7 @@ def _without_labels(batch: MicroBatch) -> MicroBatch:
 
 
 def windows(
-    data: PackedTokens,
+    data: Sequences,
     micro_batch_size: int,
     sequences_per_update: int,
     position: Position,
@@ -88,22 +132,23 @@ def windows(
 ) -> Iterator[tuple[list[MicroBatch], Position]]:
     """Micro batches of one update after another, without end, each with the position after it.
 
-    An update takes sequences_per_update, whatever the micro batch: its last micro batch may be short. The order of an
+    An update takes sequences_per_update (documents: as many as have its tokens), whatever the micro batch: its last
+    micro batch may be short. The order of an
     epoch is a function of seed and epoch. The last window of an epoch has what is left; it never reaches into the next.
     share: see shared_batches; positions are those of all ranks together.
     """
     epoch, index = position.epoch, position.index
     while True:
-        order = np.random.default_rng([seed, epoch]).permutation(data.num_sequences)
+        order = epoch_order(data, seed, epoch)
         while index < len(order):
-            chosen = order[index : index + sequences_per_update]
-            index += len(chosen)
+            stop = data.window_stop(order, index, sequences_per_update)
+            chosen, index = order[index:stop], stop
             after = Position(epoch, index) if index < len(order) else Position(epoch + 1, 0)
             yield list(shared_batches(data, chosen, micro_batch_size, share)), after
         epoch, index = epoch + 1, 0
 
 
-def unigram_loss(train: PackedTokens, held_out: PackedTokens, indices: Indices, vocab_size: int) -> float:
+def unigram_loss(train: Sequences, held_out: Sequences, indices: Indices, vocab_size: int) -> float:
     """Cross entropy (nats per token) of the held-out labels at indices under the token frequencies of train.
 
     Frequencies are smoothed by adding one to each count, so a token never seen in training costs a finite loss.
@@ -115,6 +160,7 @@ def unigram_loss(train: PackedTokens, held_out: PackedTokens, indices: Indices, 
     total, num_tokens = 0.0, 0
     for index in indices:
         labels = held_out.rows([int(index)]).labels.numpy()
+        labels = labels[labels != IGNORED_LABEL]
         total += float(log_probabilities[labels].sum())
         num_tokens += labels.size
     return -total / num_tokens

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from trainfit.errors import RecipeError
+from trainfit.plan.per_batch import DEFAULT_THRESHOLD
 from trainfit.plan.policies import parse_policy
 from trainfit.profile import (
     AllocatorSettings,
@@ -72,12 +73,15 @@ class DataSettings(_Section):
     paths: text files, .jsonl files, folders, or "python-stdlib"; relative to the recipe's folder.
     patterns: which files of a folder are read. text_key: the key that holds the text in a line of JSONL.
     max_bytes: a fixed random choice of documents up to this size; None takes all.
+    lengths: "packed" joins documents and cuts them into sequences of seq_len; "documents" makes each a sequence of its
+        own, seq_len at most.
     """
 
     paths: tuple[str, ...]
     patterns: tuple[str, ...] = ("*.txt", "*.md", "*.jsonl")
     text_key: str = "text"
     max_bytes: NumBytes | None = None
+    lengths: Literal["packed", "documents"] = "packed"
     held_out_fraction: Annotated[float, Field(gt=0, le=0.5, allow_inf_nan=False)] = 0.02
     tokenizer: TokenizerSettings = TokenizerSettings(vocab_size=4096)
 
@@ -225,11 +229,23 @@ class AllocatorSection(_Section):
         return AllocatorSettings(**self.model_dump())
 
 
+class PerBatchSettings(_Section):
+    """Tiers by the tokens of each micro batch; threshold: of the budget, above which they are tightened at run time."""
+
+    threshold: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = DEFAULT_THRESHOLD
+
+
+def _on_or_off(value: object) -> object:
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
 class Recipe(_Section):
     """One training run. memory None means all that the device has; steps None means `epochs` passes over the text.
 
     activation: a policy that decides the tiers; None leaves them to the plan. recompute_ahead: blocks that are
     recomputed ahead of time; None lets a plan try it.
+    activation: a policy that decides the tiers; None leaves them to the plan.
+    per_batch: true, or its settings: tiers follow the length of each micro batch, for data.lengths: documents.
     weights: a folder of safetensors to start from. freeze, train_only: patterns on names of parameters.
     """
 
@@ -250,6 +266,7 @@ class Recipe(_Section):
     frozen_weights: FrozenStorage = "fp32"
     activation: Annotated[str, BeforeValidator(lambda value: str(parse_policy(str(value))))] | None = None
     recompute_ahead: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
+    per_batch: Annotated[PerBatchSettings | None, BeforeValidator(_on_or_off)] = None
     may_change: tuple[Literal["precision", "optimizer"], ...] = ()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
@@ -293,6 +310,7 @@ class Recipe(_Section):
             raise RecipeError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is more than steps {self.steps}; lower it"
             )
+        self._check_lengths()
         if self.zero.reshard_size and self.zero.stage != 3:
             stage = "not set" if self.zero.stage is None else str(self.zero.stage)
             raise RecipeError(
@@ -300,6 +318,24 @@ class Recipe(_Section):
                 "zero.stage=3 or leave zero.reshard_size out"
             )
         return self
+
+    def _check_lengths(self) -> None:
+        if self.per_batch is not None and self.data.lengths != "documents":
+            raise RecipeError(
+                f"per_batch is for sequences of several lengths, data.lengths {self.data.lengths} makes all of seq_len "
+                f"{self.seq_len}; set data.lengths: documents, or leave per_batch out"
+            )
+        if self.per_batch is not None and self.activation is not None:
+            raise RecipeError(
+                f"per_batch chooses the tiers of each micro batch, activation {self.activation} fixes them; keep one"
+            )
+        if self.data.lengths == "documents" and self.mesh is not None:
+            for name, taken in (("mesh.pipeline", self.mesh.pipeline > 1), ("tensor.sequence", self.tensor.sequence)):
+                if taken:
+                    raise RecipeError(
+                        f"data.lengths documents makes micro batches of several shapes, {name} takes one; set "
+                        "data.lengths: packed, or use mesh.shard"
+                    )
 
     def located(self, folder: Path) -> Recipe:
         """This recipe with the folder that its relative paths start from."""

@@ -16,15 +16,16 @@ from trainfit.step import StepResult, TrainStep, count_underflow, find_overflow
 from trainfit.train.checkpoint import RunState
 from trainfit.train.data import TextData
 from trainfit.train.evaluate import held_out_loss
-from trainfit.train.events import Evaluated, Event, Interrupted, Measured, Saved, StepDone, TrainReport
+from trainfit.train.events import Evaluated, Event, Interrupted, Measured, Saved, StepDone, TiersChanged, TrainReport
 from trainfit.train.measured import MEASURED_UPDATE, MeasuredUpdate
 from trainfit.train.metrics import MetricsWriter, NoMetrics
 from trainfit.train.packing import Indices, Position, windows
 from trainfit.train.prefetch import Prefetch
-from trainfit.train.recipe import Recipe
+from trainfit.train.recipe import PerBatchSettings, Recipe
 from trainfit.train.run_folder import RunFolder
 from trainfit.train.saving import Checkpoints
 from trainfit.train.schedule import learning_rate_at
+from trainfit.train.tightening import Tightening, UseMeter
 from trainfit.train.watch import StallWatch
 from trainfit.workload.batch import MicroBatch
 
@@ -54,10 +55,15 @@ class Run:
         """steps: updates of the whole run."""
         self.recipe, self.step, self.data, self.accelerator = recipe, step, data, accelerator
         self.folder, self.steps, self.plan_hash, self.on_event = folder, steps, plan_hash, on_event
+        if step.strategy.micro_batch_tokens:
+            self.data = data.in_batches_of(step.strategy.micro_batch_tokens)
         self.step_number, self.position, self.tokens = 0, Position(), 0
         self.skipped_steps = 0
         self.measured: Profile | None = None
         self.measured_peak_bytes: int | None = None
+        self.measured_shapes: tuple[tuple[int, ...], ...] = ()
+        self._meter: UseMeter | None = None
+        self._tightening: Tightening | None = None
         self.checkpoint: Path | None = None
         self.last_loss: float | None = None
         self.last_held_out_loss: float | None = None
@@ -79,6 +85,16 @@ class Run:
         """The held-out sequences of every evaluation: the same ones whatever the strategy."""
         return self.data.held_out.spread(self.recipe.evaluation.batches * self.recipe.sequences_per_step)
 
+    def watch_use(self, meter: UseMeter, budget_bytes: int) -> None:
+        """Tighten the step's tiers where updates use more than the recipe's threshold of the budget."""
+        switch, settings = self.step.tier_switch, self.recipe.per_batch or PerBatchSettings()
+        assert switch is not None, "only a tier table can be tightened"
+        if not self.step.ranks.any(not meter.works):
+            self._meter = meter
+            self._tightening = Tightening(int(settings.threshold * budget_bytes), switch.max_level)
+        else:
+            self.step.notes += ("tiers stay as planned: this system does not let a process reset its peak of memory",)
+
     def go(self, metrics: MetricsWriter | NoMetrics, stop: Callable[[], bool], measured: MeasuredUpdate | None) -> bool:
         """Updates until the last, or until stop() after one. Returns whether it was stopped before the last."""
         ranks, watch = self.step.ranks, self.watch
@@ -93,6 +109,7 @@ class Run:
                 values = {name: value for name, value in asdict(done).items() if name not in ("step", "steps", "epoch")}
                 metrics.write(done.step, values)
                 self.on_event(done)
+                self._tighten_or_relax(done)
                 stopped = ranks.any(stop()) and self.step_number < self.steps
                 if stopped:
                     self.on_event(Interrupted(self.step_number))
@@ -123,6 +140,8 @@ class Run:
         rate = learning_rate_at(update, self.steps, optimizer.learning_rate, self.recipe.schedule)
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
+        if self._meter is not None:
+            self._meter.begin()
         began = time.perf_counter()
         result = self._run_step(window, measured)
         loss = float(result.loss)  # waits for the device, so the clock stops after the update and not before
@@ -144,7 +163,29 @@ class Run:
             memory_bytes=self.accelerator.memory.current_bytes(),
             loss_scale=result.loss_scale,
             skipped=result.skipped,
+            micro_batches=len(window),
+            **self._use(),
         )
+
+    def _use(self) -> dict[str, int | None]:
+        """What the update that has just run used at its peak, the most of all ranks, and under which level."""
+        if self._meter is None or self.step.tier_switch is None:
+            return {}
+        own = self._meter.used_bytes()
+        if self.measured is not None and self._updates == MEASURED_UPDATE:
+            own = self._meter.recorded(self.measured.peak_bytes)
+        used = max(each[0] for each in self.step.ranks.everyones([own]))
+        return {"used_bytes": used or None, "tier_level": self.step.tier_switch.level}
+
+    def _tighten_or_relax(self, done: StepDone) -> None:
+        """See NOTE [ Measured use ] in tightening.py."""
+        tightening, switch = self._tightening, self.step.tier_switch
+        if tightening is None or switch is None or done.used_bytes is None:
+            return
+        if (change := tightening.after(done.used_bytes)) is not None:
+            switch.level = tightening.level
+            limit = tightening.limit_bytes
+            self.on_event(TiersChanged(done.step, change, tightening.level, switch.max_level, done.used_bytes, limit))
 
     def _run_step(self, window: list[MicroBatch], measured: MeasuredUpdate | None) -> StepResult:
         self._updates += 1
@@ -155,6 +196,8 @@ class Run:
             return self.step(window)
         result, self.measured = measured.run(self.step, lambda: self.step(window))
         self.measured_peak_bytes = self.measured.peak_bytes
+        if self.step.tier_switch is None or self.step.tier_switch.level == 0:
+            self.measured_shapes = tuple(tuple(batch.labels.shape) for batch in window)
         self.on_event(Measured(self.step_number + 1, self.measured))
         return result
 
@@ -245,5 +288,6 @@ class Run:
             total_seconds=total_seconds,
             measured_peak_bytes=self.measured_peak_bytes,
             measured=self.measured,
+            measured_shapes=self.measured_shapes,
             checkpoint=self.checkpoint,
         )

@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 IGNORED_LABEL = -100
+PADDED_TO = 16  # tokens: matmuls and attention are slow at odd lengths, and allocators like few sizes
+
+
+def padded(length: int) -> int:
+    """The length to which sequences of a micro batch are padded whose longest has so many tokens."""
+    return -(-length // PADDED_TO) * PADDED_TO
 
 
 @dataclass(frozen=True)
