@@ -17,6 +17,9 @@ Tier = Literal[
     "recompute_attention",
     "recompute_core",
     "recompute_mlp",
+    "keep_bf16",
+    "keep_int8",
+    "keep_fp8",
 ]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerKind = Literal["adamw", "adafactor"]
@@ -31,6 +34,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 TIERS: tuple[Tier, ...] = get_args(Tier)
 SEARCH_TIERS: tuple[Tier, ...] = TIERS[:4]  # those that a search takes; the others are what people are used to
+# What tiers do to gradients; those that are not named keep every bit.
+TIER_ACCURACY: Mapping[Tier, Accuracy] = {"keep_bf16": "rounding", "keep_int8": "lossy", "keep_fp8": "lossy"}
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 WEIGHT_STORAGES: tuple[WeightStorage, ...] = get_args(WeightStorage)

@@ -19,7 +19,7 @@ from trainfit.plan.rehearsals import Rehearsals
 from trainfit.plan.search import Candidate, Search, best_of_each
 from trainfit.plan.space import micro_batch_sizes
 from trainfit.plan.variants import MUST_WIN, Tracers, weight_of
-from trainfit.profile import AllocatorSettings, Layout, Mesh, OptimizerVariant, Profile
+from trainfit.profile import TIER_ACCURACY, AllocatorSettings, Layout, Mesh, OptimizerVariant, Profile
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy
 from trainfit.techniques.optimizer import accuracy_of
@@ -53,6 +53,16 @@ def test_the_plan_stays_within_its_budget_when_it_runs():
     assert measured.peak_bytes <= plan.budget_bytes
     assert plan.predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
     assert plan.strategy.micro_batch_size * plan.strategy.accumulation_steps == 8
+
+
+def test_compressed_activations_are_taken_only_where_they_may_be():
+    """11 MiB are too few for every exact tier."""
+    exact = choose(SMALL, CPU, few("11MiB"))
+    plan = choose(SMALL, CPU, few("11MiB", may_change=frozenset({"activations"})))
+    assert not exact.fits
+    assert not set(exact.strategy.tiers) & set(TIER_ACCURACY)
+    assert plan.fits
+    assert set(plan.strategy.tiers) & set(TIER_ACCURACY)
 
 
 def test_plain_training_is_chosen_where_it_fits():

@@ -84,7 +84,7 @@ def test_seconds_grow_with_micro_batches_and_the_optimizer_runs_once(model, shel
     structures, traces, tiers = model
     table, resident = BlockTable.of(structures, traces), Resident(0, 0, 0, 0, 0, 0.5)
     problem = table.problem(shell)
-    seconds = [solution_of(problem, as_row(tiers)).seconds]
+    seconds = [solution_of(problem, as_row(tiers)).true_seconds]
     alone = stage(resident, problem, shell.seconds)
     one, many = (
         Case(Point(Strategy(1, count), count), (alone,)).seconds(seconds) - 0.5 for count in (1, micro_batches)
@@ -94,6 +94,20 @@ def test_seconds_grow_with_micro_batches_and_the_optimizer_runs_once(model, shel
     )
     assert one == pytest.approx(by_hand)
     assert many == pytest.approx(one * micro_batches)
+
+
+def test_a_tier_that_loses_accuracy_must_be_as_much_faster():
+    """keep does not fit, both others do: int8 at 1.1 times its seconds is faster than full's 1.3, and is not."""
+    shell = ShellTrace(0, 0, 0, 0.0)
+    for compressed, chosen in ((1.0, "keep_int8"), (1.25, "full")):
+        blocks = {(0, "keep"): (1000, 0.9), (0, "keep_int8"): (0, compressed), (0, "full"): (0, 1.3)}
+        traces = {key: BlockTrace(saved, 0, 0, 0, seconds, 0.0) for key, (saved, seconds) in blocks.items()}
+        problem = BlockTable.of((0,), traces).problem(shell)
+        alone = stage(Resident(0, 0, 0, 0, 0, 0.0), problem)
+        (found,) = Case(Point(Strategy(1), 1), (alone,)).fastest(500)
+        assert TIERS[found.tiers[0]] == chosen
+        assert found.true_seconds == (compressed if chosen == "keep_int8" else 1.3)
+        assert found.seconds == pytest.approx(found.true_seconds * (1.1 if chosen == "keep_int8" else 1.0))
 
 
 def facts_of(num_blocks: int) -> ModelFacts:

@@ -78,6 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], Strategy, int]] = {
     "ahead beside collectives": (LLAMA, strategy("pointwise", mesh=Mesh(tensor=2), recompute_ahead=1), 0),
     "ahead, then kept": (LLAMA, strategy("9*full,3*keep", 2, mesh=Mesh(replicate=2), recompute_ahead=1), 0),
     "dense and experts": (EXPERTS, strategy("pointwise", 2), 0),
+    "compressed": (LLAMA, strategy("6*keep_int8,6*keep_fp8", 2, cast="block"), 0),
     "buffers": (BUFFERS, strategy("attention"), 0),
     "replicas": (LLAMA, strategy("full", 2, mesh=Mesh(replicate=2)), 0),
     "ZeRO 1": (LLAMA, strategy(steps=4, mesh=Mesh(shard=4), zero=Zero(1)), 0),

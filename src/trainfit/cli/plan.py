@@ -43,7 +43,7 @@ TokensOption = Annotated[
 ]
 MayChangeOption = Annotated[
     list[str] | None,
-    typer.Option("--may-change", metavar="precision|optimizer", help="What the plan may change."),
+    typer.Option("--may-change", metavar="precision|optimizer|activations", help="What the plan may change."),
 ]
 MaxGradNormOption = Annotated[
     str | None, typer.Option("--max-grad-norm", metavar="NORM|none", show_default="1", help="Clip gradients by it.")

@@ -19,7 +19,7 @@ from trainfit.plan.held import choose_held
 from trainfit.plan.per_batch import choose_per_batch
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.plan.space import layout_of
-from trainfit.profile import PRECISIONS, AllocatorSettings, LossScale, OptimizerVariant, Precision, Tier
+from trainfit.profile import PRECISIONS, TIER_ACCURACY, AllocatorSettings, LossScale, OptimizerVariant, Precision, Tier
 from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
 from trainfit.step.strategy_text import describe_strategy, describe_variant, format_tiers, parse_variant
@@ -286,6 +286,12 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
                 f"the plan's tiers are {format_tiers(plan.strategy.tiers)}, the recipe's activation {policy} makes "
                 f"{format_tiers(tiers)}; plan again with the recipe"
             )
+    lossy = sorted(set(strategy.tiers) & set(TIER_ACCURACY))
+    if lossy and recipe.activation is None and "activations" not in target.may_change:
+        raise RecipeError(
+            f"the plan's tiers have {lossy[0]}, which rounds what backward reads; plan again or set "
+            "may_change=[activations]"
+        )
     if "optimizer" not in target.may_change and plan.strategy.optimizer != target.optimizer:
         planned, asked = (
             ", ".join(describe_variant(each)) or "fused AdamW" for each in (plan.strategy.optimizer, target.optimizer)

@@ -45,6 +45,12 @@ def verify(
         report = run_verify(setup.workload, setup.strategy, here, steps=steps)
     what = "planned step against plain training"
     print_answer(setup, hardware, what, verify_view(report), report.to_json(), json=json)
+    if not report.passed and report.compression is not None:
+        found = report.compression
+        raise TrainfitError(
+            f"compressed activations change gradients by {found.gradient_error:.2e} of their size, tolerated are "
+            f"{found.tolerance:.2e}, and losses by {report.loss_difference:.2e}; take a tier of more bits"
+        )
     if not report.passed:
         raise TrainfitError(
             f"not the same as plain training: gradients differ by {report.gradient_difference:.2e} in "

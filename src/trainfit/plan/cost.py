@@ -20,8 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainfit.plan.solver import Flags, Floats, Integers, Problem, moments
-from trainfit.profile import TIERS, BlockTrace, Phase, ShellTrace, Tier
+from trainfit.profile import TIER_ACCURACY, TIERS, Accuracy, BlockTrace, Phase, ShellTrace, Tier
 
+# By how much seconds must be fewer: see NOTE [ What accuracy is worth ] in variants.py.
+MUST_WIN: Mapping[Accuracy, float] = {"exact": 1.0, "rounding": 1.02, "lossy": 1.1}
+_WEIGHTS: Floats = np.array([[MUST_WIN[TIER_ACCURACY.get(tier, "exact")]] for tier in TIERS])  # (tiers, 1)
 _NOTHING = BlockTrace(0, 0, 0, 0, 0.0, 0.0)
 
 
@@ -117,7 +120,8 @@ class BlockTable:
             forward_peak=self.forward_peak[:, blocks],
             backward_peak=self.backward_peak[:, blocks],
             gradient=self.gradient[:, blocks],
-            seconds=self.seconds[:, blocks],
+            seconds=self.seconds[:, blocks] * _WEIGHTS,
+            true_seconds=self.seconds[:, blocks],
             offered=self.offered[:, blocks],
             structures=self.structures[blocks],
             before_loss=shell.before_blocks_peak_bytes,

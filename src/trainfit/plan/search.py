@@ -281,11 +281,11 @@ class Search:
 
     def _candidate(self, case: Case, solutions: list[Solution]) -> Candidate:
         tiers: tuple[Tier, ...] = case.tiers(solutions)
-        seconds = case.seconds([solution.seconds for solution in solutions])
+        seconds = case.seconds([solution.true_seconds for solution in solutions])
+        weighed = case.seconds([solution.seconds for solution in solutions])
         point = case.point
-        return Candidate(
-            point.with_tiers(tiers), case.peak(solutions), seconds, self._weight(point), case, tuple(solutions)
-        )
+        weight = self._weight(point) * (weighed / seconds if seconds else 1.0)
+        return Candidate(point.with_tiers(tiers), case.peak(solutions), seconds, weight, case, tuple(solutions))
 
 
 def family(strategy: Strategy) -> tuple[bool, bool]:

@@ -64,6 +64,8 @@ _INFINITY = float("inf")
 class Problem:
     """Bytes and seconds of each block under each tier, (tiers, blocks), and what the model around them adds.
 
+    seconds: what is made least, where tiers that lose accuracy are dearer than they are. true_seconds: what they take;
+    None where that is the same.
     structures: (blocks,); blocks of one number have equal columns. offered: tiers that a block can have.
     before_loss, head_gradient, embedding: the shell's peak until the blocks' backward, gradients it leaves before that,
     its peak after. waiting: other micro batches whose saved activations live meanwhile, as in a pipeline's first stage.
@@ -80,6 +82,7 @@ class Problem:
     head_gradient: int
     embedding: int
     waiting: int = 0
+    true_seconds: Floats | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -107,11 +110,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """tiers: (blocks,) indices. peak_bytes: the highest event, above what the floor is. seconds: of all blocks."""
+    """tiers: (blocks,) indices. peak_bytes: the highest event, above what the floor is. seconds: of all blocks.
+
+    true_seconds: without the weights that seconds has. See Problem.
+    """
 
     tiers: Integers
     peak_bytes: int
     seconds: float
+    true_seconds: float
 
 
 def moments(problem: Problem, tiers: Integers) -> Integers:
@@ -130,8 +137,10 @@ def moments(problem: Problem, tiers: Integers) -> Integers:
 
 def solution_of(problem: Problem, tiers: Integers) -> Solution:
     """An assignment's own peak and seconds, in whole bytes."""
-    seconds = problem.seconds[tiers, np.arange(problem.num_blocks)].sum()
-    return Solution(tiers, int(moments(problem, tiers[None]).max()), float(seconds))
+    blocks = np.arange(problem.num_blocks)
+    seconds = float(problem.seconds[tiers, blocks].sum())
+    true = seconds if problem.true_seconds is None else float(problem.true_seconds[tiers, blocks].sum())
+    return Solution(tiers, int(moments(problem, tiers[None]).max()), seconds, true)
 
 
 def fastest(problem: Problem, room: int) -> Solution | None:

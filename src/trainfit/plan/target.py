@@ -24,7 +24,7 @@ from trainfit.profile import (
 )
 
 _PARTS = {"mesh": Mesh, "zero": Zero, "tensor": TensorParallel, "pipeline": Pipeline}
-MAY_CHANGE = ("precision", "optimizer")
+MAY_CHANGE = ("precision", "optimizer", "activations")
 MAX_SEQUENCES = 2**20
 
 # Part of the budget that a plan leaves free, for what a prediction does not know. Allocated bytes are exact to 1% on a
@@ -39,7 +39,7 @@ class Target:
 
     budget_bytes: memory of one device for this run. tokens_per_step: tokens of one optimizer step, padding included.
     may_change: "precision" allows bf16 where the precision given is fp32; "optimizer" allows other ways to keep weights
-        and states than that given.
+        and states than that given; "activations" allows saved tensors of fewer bits, such as keep_int8.
     allocator: its settings; None lets a plan choose expandable segments where they make it fit.
     recompute_ahead: see Strategy; None lets a plan try it on its best.
     layouts: every arrangement of the devices that may be taken, all that techniques find where there are none;

@@ -4,6 +4,7 @@ NOTE [ What accuracy is worth ]
 Where a target lets the optimizer change, a variant that rounds more, or loses more, must be faster for it: candidates
 are ordered by their seconds times MUST_WIN of what they do to what is learnt. What the target asks for is taken as it
 is. So eight-bit moments are chosen where nothing more exact fits, or where what they free makes a step a tenth faster.
+Tiers that round what autograd saves are weighed alike, block by block.
 
 NOTE [ One trace for many variants ]
 A micro batch can tell two variants apart by the dtype of weights and the bytes of gradients only. So there is one
@@ -13,20 +14,18 @@ number of parameters. That is for the order of candidates: those that may win ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from trainfit.hardware import Hardware
+from trainfit.plan.cost import MUST_WIN
 from trainfit.plan.target import Target
-from trainfit.profile import Accuracy, OptimizerVariant, Precision
+from trainfit.profile import OptimizerVariant, Precision
 from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.rehearsal.operator_cost import ADAMW_BYTES
 from trainfit.rehearsal.trace import Tracer
 from trainfit.techniques.activation import searched_tiers
 from trainfit.techniques.optimizer import accuracy_of, bytes_per_parameter, is_stored
 from trainfit.workload import Workload
-
-MUST_WIN: Mapping[Accuracy, float] = {"exact": 1.0, "rounding": 1.02, "lossy": 1.1}
 
 _PIECE_TRAFFIC = 48  # bytes a parameter: what is stored is read as fp32, updated and written back
 

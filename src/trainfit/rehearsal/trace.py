@@ -43,6 +43,7 @@ from trainfit.step import prepare
 from trainfit.techniques.activation import forget_recompute, recompute_block
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
+from trainfit.techniques.compression import CompressionPlan
 from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.optimizer import OptimizerStates, states_on_device
 from trainfit.techniques.tensor_parallel import TensorSplit
@@ -305,7 +306,13 @@ class Tracer:
             recompute_block(block, tier, self._build.accelerator)
         try:
             args, kwargs = leaves_of(inputs, carries=self._carries)
-            return self._trace_call(lambda: block(*args, **kwargs), tensors_in((args, kwargs)), precision)
+            trace = self._trace_call(lambda: block(*args, **kwargs), tensors_in((args, kwargs)), precision)
+            if isinstance(plan := vars(block).get("forward"), CompressionPlan) and plan.frees_input:
+                # Here the input lives on, as what the block before it left; there nobody would hold it.
+                hidden = hidden_of(inputs)
+                assert hidden is not None
+                trace = replace(trace, saved_bytes=trace.saved_bytes - hidden.nbytes)
+            return trace
         finally:
             forget_recompute(block)
             put_back(block, before)

@@ -8,9 +8,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from trainfit.report.pieces import facts, table
+from trainfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from trainfit.rehearsal import VerifyReport
+    from trainfit.rehearsal.verify import CompressionReport, VerifyReport
 
 
 def verify_view(report: VerifyReport) -> RenderableType:
@@ -27,11 +28,26 @@ def verify_view(report: VerifyReport) -> RenderableType:
         ],
         title="Largest differences",
     )
-    return Group(losses, differences, verdict(report))
+    return Group(losses, differences, *_compression(report.compression), verdict(report))
+
+
+def _compression(found: CompressionReport | None) -> list[RenderableType]:
+    if found is None:
+        return []
+    ratio = found.original_bytes / found.compressed_bytes if found.compressed_bytes else 1.0
+    rows = [
+        ("bytes", f"{format_bytes(found.original_bytes)} to {format_bytes(found.compressed_bytes)}, {ratio:.2f} times"),
+        ("their error", f"{found.activation_error:.2e} of their size, root mean square"),
+        ("gradients'", f"{found.gradient_error:.2e} of their size, tolerated up to {found.tolerance:.2e}"),
+    ]
+    return [facts(rows, title="Compressed activations")]
 
 
 def verdict(report: VerifyReport) -> Text:
     """One line: the same as plain training, or not."""
+    if report.passed and report.compression is not None:
+        words = "The planned step learns what plain training learns, but for what its compressed activations lose."
+        return Text(words, style="bold green")
     if report.passed:
         return Text("The planned step learns what plain training learns.", style="bold green")
     return Text("The planned step is NOT plain training.", style="bold red")

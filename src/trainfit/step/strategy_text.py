@@ -109,7 +109,7 @@ def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:
 
 
 def _parse_run(part: str, text: str) -> tuple[int, Tier]:
-    match = re.fullmatch(r"\s*(?:(\d+)\s*\*\s*)?([a-z_]+)\s*", part)
+    match = re.fullmatch(r"\s*(?:(\d+)\s*\*\s*)?([a-z][a-z0-9_]*)\s*", part)
     if match is None or match[2] not in TIERS:
         raise RecipeError(
             f"activation {text!r} is not understood; use one of {', '.join(TIERS)}, every:K, "

@@ -13,8 +13,14 @@ recompute_attention  all but what the block's attention module saves inside; its
 recompute_core       all but what F.scaled_dot_product_attention saves; queries, keys and values. Megatron's core_attn
 recompute_mlp        all but what the block's mlp module saves inside; its input. Megatron's mlp
 
-Every tier also keeps what a router chose and what a private generator drew, since neither comes back by running the
-block again. Embedding and head are never recomputed.
+These keep what plain autograd saves in fewer bytes, so gradients differ a little; see compression.py:
+
+keep_bf16  fp32 as bf16
+keep_int8  8 bits a number, and a scale for each 128
+keep_fp8   the same with floating point codes
+
+What recomputes also keeps what a router chose and what a private generator drew, since neither comes back by running
+the block again. Embedding and head are never recomputed.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Hardware
 from trainfit.profile import SEARCH_TIERS, Tier
 from trainfit.techniques.base import Asked, Build, Draft, Stage
+from trainfit.techniques.compression import COMPRESSED, CompressionPlan
 from trainfit.techniques.kept_outputs import KeepRules, Rule
 from trainfit.techniques.parts import CoreForward, parts_of, run_attention
 from trainfit.techniques.recompute import RecomputePlan
@@ -123,7 +130,8 @@ def routing_rules() -> KeepRules:
 
 def searched_tiers(hardware: Hardware, may_change: frozenset[str]) -> tuple[Tier, ...]:
     """What a search may give a block on such hardware; may_change: see Target."""
-    return SEARCH_TIERS
+    # fp8 takes as many bytes as int8, is less exact and slower: it wins nowhere.
+    return SEARCH_TIERS + (("keep_bf16", "keep_int8") if "activations" in may_change else ())
 
 
 class ActivationTiers:
@@ -158,6 +166,9 @@ def recompute_block(block: nn.Module, tier: Tier, accelerator: Accelerator, *, n
         for part_name, part in parts_of(block, tier, name):
             part.forward = _plan_for(part, "full", accelerator, f"{name}.{part_name}")
         return
+    if tier in COMPRESSED:
+        block.forward = CompressionPlan.of(block, unbound_forward(block), tier, accelerator, name)
+        return
     plan = _plan_for(block, tier, accelerator, name)
     if tier == "recompute_core":
         block.forward = CoreForward(replace(plan, forward=run_attention), plan.forward)
@@ -182,7 +193,7 @@ def forget_recompute(block: nn.Module) -> None:
     """Undo recompute_block: a model may be built again under another strategy."""
     for module in block.modules():
         plan = vars(module).get("forward")
-        if isinstance(plan, RecomputePlan | CoreForward | SwitchedForward):
+        if isinstance(plan, RecomputePlan | CoreForward | SwitchedForward | CompressionPlan):
             del module.forward
             if isinstance(plan.forward, Patched):
                 module.forward = plan.forward.forward

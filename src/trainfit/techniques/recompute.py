@@ -110,7 +110,7 @@ class RecomputePlan:
         # Gate on grad mode, not on module.training: a frozen block in eval mode saves tensors too.
         if not torch.is_grad_enabled():
             return self.forward(block, *args, **kwargs)
-        if not _asks_for_gradients(block, (args, kwargs)):
+        if not asks_for_gradients(block, (args, kwargs)):
             return self.forward(block, *args, **kwargs)  # frozen, behind nothing that trains: nothing is saved
         return Region(self, block, args, kwargs).run()
 
@@ -293,7 +293,7 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _asks_for_gradients(block: nn.Module, inputs: Any) -> bool:
+def asks_for_gradients(block: nn.Module, inputs: Any) -> bool:
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs)):
         return True
     return any(parameter.requires_grad for parameter in block.parameters())

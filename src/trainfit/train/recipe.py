@@ -267,7 +267,7 @@ class Recipe(_Section):
     activation: Annotated[str, BeforeValidator(lambda value: str(parse_policy(str(value))))] | None = None
     recompute_ahead: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
     per_batch: Annotated[PerBatchSettings | None, BeforeValidator(_on_or_off)] = None
-    may_change: tuple[Literal["precision", "optimizer"], ...] = ()
+    may_change: tuple[Literal["precision", "optimizer", "activations"], ...] = ()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0

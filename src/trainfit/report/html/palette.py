@@ -22,6 +22,9 @@ LAYERS: dict[Category, str] = {
 }
 _TIERS: Mapping[str, str] = {
     "keep": "#cfe3f2",
+    "keep_bf16": "#d5e8d0",
+    "keep_int8": "#b5d6ab",
+    "keep_fp8": "#98c58b",
     "pointwise": "#8fbddc",
     "selective": "#7aaed3",
     "recompute_core": "#b3d2e8",

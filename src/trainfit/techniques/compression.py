@@ -1,0 +1,330 @@
+"""What autograd saves of a block in fewer bytes: int8 or fp8 codes with scales, or bf16 for fp32.
+
+NOTE [ Codes of a storage ]
+Autograd saves tensors, memory is held by storages: queries, keys and values may be views of one, and a norm's output is
+saved by each matmul that takes it. So it is storages that get codes, once for each version of what they hold, however
+many tensors of however many blocks are saved of them; a saved tensor is a view of what its storage's codes stand for.
+  forward    The pack hook makes the codes at once, so that the original dies as soon as forward lets go of it. Outputs
+             of operators are what they were: forward is not changed.
+  backward   The first tensor that is asked for makes the storage's numbers again and drops the codes; they live as long
+             as a node that saved one of them has not run, as in plain training.
+What was changed in place after it was saved has the numbers of then.
+
+NOTE [ What is left as it is ]
+- Integers, booleans, and floats that codes would not make smaller.
+- What needs no gradient: masks, rotary tables, frozen weights. It is held elsewhere, or a constant that is no
+  activation. Parameters and views of them, which live anyway.
+- Small tensors, below _SMALLEST numbers or a sixteenth of the block's input: what is saved of each row or head, such as
+  a norm's scale or attention's log-sum-exp, whose error all numbers of the row would have.
+- What someone else still holds when forward has ended, such as a list of hidden states: its codes would come on top,
+  so they are dropped and the original taken.
+- A weight that autocast has cast is cast again: no bytes at all, and the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from trainfit.errors import RecomputeError
+from trainfit.hardware import Accelerator
+from trainfit.profile import Tier
+from trainfit.techniques.quantised import dequantise, quantise
+from trainfit.techniques.recompute import asks_for_gradients
+
+Storage = Literal["bf16", "int8", "fp8"]
+COMPRESSED: Mapping[Tier, Storage] = {"keep_bf16": "bf16", "keep_int8": "int8", "keep_fp8": "fp8"}
+
+BLOCK_SIZE = 128  # numbers that share a scale: 1 + 4/128 bytes each
+_SMALLEST = 4096
+# Numbers that are made codes of at once: on a CPU so few that what is in between stays in its cache, elsewhere so many
+# that launches cost nothing beside them.
+_HOST_PIECE, _DEVICE_PIECE = 2**18, 2**24
+
+
+@dataclass(eq=False)
+class CompressionPlan:
+    """Stands in the place of a block's forward; shared by all its calls.
+
+    block: held weakly, since the block holds the plan. forward: the block's own, unbound: takes the block first.
+    kind: what saved tensors become. piece: see _HOST_PIECE.
+    frees_input: whether the last forward kept nothing of the hidden states that it was given but codes.
+    """
+
+    name: str
+    block: weakref.ref[nn.Module]
+    forward: Callable[..., Any]
+    kind: Storage
+    piece: int
+    frees_input: bool = False
+
+    @classmethod
+    def of(
+        cls, block: nn.Module, forward: Callable[..., Any], tier: Tier, accelerator: Accelerator, name: str
+    ) -> CompressionPlan:
+        piece = _HOST_PIECE if accelerator.stands_for == "cpu" else _DEVICE_PIECE
+        return cls(name, weakref.ref(block), forward, COMPRESSED[tier], piece)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.block()
+        assert block is not None
+        if not torch.is_grad_enabled() or not asks_for_gradients(block, (args, kwargs)):
+            return self.forward(block, *args, **kwargs)  # nothing is saved
+        call = _Call(self, _tensors((args, kwargs)))
+        with saved_tensors_hooks(call.pack, _unpack):
+            output = self.forward(block, *args, **kwargs)
+        call.finish(output)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressionPlan:
+        # A copied block comes here while it is copied, so memo has it already.
+        block = self.block()
+        assert block is not None
+        return replace(self, block=weakref.ref(deepcopy(block, memo)))
+
+
+class _Call:
+    """One forward of one block: packs what autograd saves."""
+
+    def __init__(self, plan: CompressionPlan, inputs: list[Tensor]) -> None:
+        self.plan = plan
+        self.inputs = [_storage_of(tensor) for tensor in inputs]
+        floats = [tensor for tensor in inputs if tensor.is_floating_point()]
+        self.hidden = _storage_of(floats[0]) if floats else None
+        self.smallest = max([_SMALLEST, *(tensor.numel() // 16 for tensor in floats)])
+        self.made: list[weakref.ref[_Codes]] = []
+        self.coded: set[StorageWeakRef] = set()
+
+    def pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        with torch.no_grad():
+            codes = self._codes_of(tensor)
+            if codes is None:
+                return _AsItIs(tensor.detach(), tensor._version, self.plan.name)
+            return _Saved(codes, tensor.shape, tensor.stride(), int(tensor.storage_offset()), self.plan.name)
+
+    def _codes_of(self, tensor: Tensor) -> _Source | None:
+        """None for what is left as it is."""
+        if not self._is_activation(tensor):
+            return None
+        if (cast := _CastWeight.of(tensor)) is not None:
+            return cast
+        if not self._pays(tensor):
+            return None
+        storage = _storage_of(tensor)
+        self.coded.add(storage)
+        key = storage.cdata, tensor._version, tensor.dtype, self.plan.kind
+        codes = _MADE.get(key)
+        if codes is None:
+            codes = _MADE[key] = _Codes(tensor, storage, self.plan.kind, self.plan.piece)
+            self.made.append(weakref.ref(codes))
+        return codes
+
+    def _is_activation(self, tensor: Tensor) -> bool:
+        is_plain = type(tensor) is Tensor or type(tensor) is FakeTensor
+        return is_plain and tensor.requires_grad and not isinstance(tensor._base, nn.Parameter)
+
+    def _pays(self, tensor: Tensor) -> bool:
+        larger = (torch.float32, torch.float64)
+        if tensor.dtype not in (larger if self.plan.kind == "bf16" else (*larger, torch.bfloat16, torch.float16)):
+            return False
+        # All of the storage must have been written by what made the tensor, or the tensor that it is a view of.
+        whole = _numbers(tensor)
+        base = tensor._base
+        return whole >= self.smallest and (tensor.numel() == whole or (base is not None and base.numel() == whole))
+
+    def finish(self, output: Any) -> None:
+        """Forward has ended. See NOTE [ What is left as it is ]: what someone else holds."""
+        moves_on = {*self.inputs, *map(_storage_of, _tensors(output))}
+        for codes in filter(None, (made() for made in self.made)):
+            if codes.original not in moves_on and not codes.original.expired():
+                codes.take_original()
+        self.plan.frees_input = self.hidden in self.coded
+
+
+class _Source:
+    """What a storage's numbers are made of when backward asks: one, in the order of memory."""
+
+    def value(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+
+class _Codes(_Source):
+    """A storage's numbers as codes, until they are asked for. See NOTE [ Codes of a storage ].
+
+    original: keeps the storage's address from being given to another one, so that it names this one in _MADE.
+    """
+
+    def __init__(self, tensor: Tensor, original: StorageWeakRef, kind: Storage, piece: int) -> None:
+        self.original, self.dtype, self.piece = original, tensor.dtype, piece
+        flat = tensor.detach().as_strided((_numbers(tensor),), (1,), 0)
+        self._value: Tensor | None = None
+        self._scales: Tensor | None = None
+        self._rest: Tensor | None = None  # the last numbers, too few for a block of codes
+        if kind == "bf16":
+            self._codes: Tensor | None = flat.to(torch.bfloat16)
+        else:
+            coded = flat.numel() - flat.numel() % BLOCK_SIZE
+            self._codes, self._scales = quantise(flat[:coded], kind, block_size=BLOCK_SIZE, piece=piece)
+            self._rest = flat[coded:].clone() if coded < flat.numel() else None
+        for watch in _WATCHES:
+            watch.look(flat, self.nbytes, self._decoded())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self._codes, self._scales, self._rest) if each is not None)
+
+    def value(self, name: str) -> Tensor:
+        if self._value is None:
+            self._value = self._decoded()
+            self._codes = self._scales = self._rest = None
+        return self._value
+
+    def take_original(self) -> None:
+        """Hold what is held anyway, instead of codes."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.original.cdata)
+        assert storage is not None
+        like = self._codes
+        assert like is not None
+        self._value = torch.empty(0, dtype=self.dtype, device=like.device).set_(storage)
+        self._codes = self._scales = self._rest = None
+
+    def _decoded(self) -> Tensor:
+        codes = self._codes
+        assert codes is not None
+        if self._scales is None:
+            return codes.to(self.dtype)
+        coded = dequantise(codes, self._scales, (codes.numel(),), self.dtype, block_size=BLOCK_SIZE, piece=self.piece)
+        return coded if self._rest is None else torch.cat([coded, self._rest])
+
+
+_MADE: weakref.WeakValueDictionary[tuple[Any, ...], _Codes] = weakref.WeakValueDictionary()
+
+
+class _CastWeight(_Source):
+    """A weight in the dtype of autocast: cast again where it is asked for."""
+
+    def __init__(self, weight: nn.Parameter, dtype: torch.dtype) -> None:
+        self.weight, self.dtype, self.version = weight, dtype, weight._version
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _CastWeight | None:
+        """None where it is no cast of a whole parameter, by the graph that made it."""
+        node = tensor.grad_fn
+        while node is not None and node.name() in ("TBackward0", "TransposeBackward0", "ViewBackward0"):
+            node = node.next_functions[0][0]
+        if node is None or node.name() != "ToCopyBackward0":
+            return None
+        weight = getattr(node.next_functions[0][0], "variable", None)
+        if not isinstance(weight, nn.Parameter) or not weight.is_contiguous() or weight.numel() != _numbers(tensor):
+            return None
+        return cls(weight, tensor.dtype)
+
+    def value(self, name: str) -> Tensor:
+        if self.weight._version != self.version:
+            raise RecomputeError(f"{name}: a weight was changed in place between forward and backward")
+        return self.weight.detach().to(self.dtype).view(-1)
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    """In place of a saved tensor: a view of what its storage's codes stand for."""
+
+    source: _Source
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class _AsItIs:
+    """In place of a saved tensor that is not worth codes. Autograd does not look for changes behind a hook."""
+
+    tensor: Tensor
+    version: int
+    name: str
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    if torch.is_grad_enabled():
+        raise RecomputeError(
+            f"{packed.name}: second derivatives (create_graph=True) do not go through compressed activations; set this "
+            "block's activation tier to keep"
+        )
+    if isinstance(packed, _Saved):
+        return packed.source.value(packed.name).as_strided(packed.shape, packed.stride, packed.offset)
+    if packed.tensor._version != packed.version:
+        raise RecomputeError(
+            f"{packed.name}: a saved tensor of {tuple(packed.tensor.shape)} was changed in place before backward; "
+            "plain training would fail too: change a copy"
+        )
+    tensor: Tensor = packed.tensor
+    return tensor
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage_of(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _numbers(tensor: Tensor) -> int:
+    """How many its storage has room for."""
+    return tensor.untyped_storage().nbytes() // tensor.itemsize
+
+
+# ---- what it does to numbers ---------------------------------------------------------------------------------------
+
+
+class CompressionWatch:
+    """Bytes and error of all storages that got codes while it watched.
+
+    original_bytes, compressed_bytes: scales included. relative_error: root of the mean square, over that of the
+    numbers themselves.
+    """
+
+    def __init__(self) -> None:
+        self.original_bytes = self.compressed_bytes = 0
+        self._error = self._size = 0.0
+
+    def look(self, original: Tensor, compressed_bytes: int, decoded: Tensor) -> None:
+        self.original_bytes += original.nbytes
+        self.compressed_bytes += compressed_bytes
+        self._error += float((decoded.double() - original.double()).square().sum())
+        self._size += float(original.double().square().sum())
+
+    @property
+    def relative_error(self) -> float:
+        return math.sqrt(self._error / self._size) if self._size else 0.0
+
+
+_WATCHES: list[CompressionWatch] = []
+
+
+@contextmanager
+def watch_compression(watch: CompressionWatch | None = None) -> Iterator[CompressionWatch]:
+    """Looks at every storage that gets codes meanwhile, which takes time. watch: one that goes on."""
+    watch = watch or CompressionWatch()
+    _WATCHES.append(watch)
+    try:
+        yield watch
+    finally:
+        _WATCHES.remove(watch)
