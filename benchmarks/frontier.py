@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from contest.page import case_tables, write_page
 from contest.pool import Contest, Row
-from contest.variants import FAMILIES, PEERS, PLAIN, Variant, plan_variant
+from contest.variants import FAMILIES, PEERS, Variant, plan_variant
 from contest.verdict import other_losses, points_of, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace, kept: dict[str, Any]) -> None:
         contest = Contest(case, options.environments, logs, options.rounds, options.alive, deadline, _say)
         found = contest.run(_variants(case, options))
         known = kept.setdefault(key, {"case": case, "rows": {}})
-        known["rows"] = _merged(known["rows"], found, options.peers)
+        known["rows"] = _merged(known["rows"], found)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(kept, indent=1))
 
@@ -67,6 +67,7 @@ def measure(options: argparse.Namespace, kept: dict[str, Any]) -> None:
 def _variants(case: dict[str, str], options: argparse.Namespace) -> list[Variant]:
     """Plans beside the peers that they are for, in the order of what is likely to be near: fast ones first."""
     peers = [variant for variant in PEERS if variant.family in options.peers and _can_run(variant, options.device)]
+    peers = [variant for variant in peers if re.search(options.only, variant.name)]
     if "plans" not in options.peers:
         return peers
     from contest.plans import plan_all  # torch is not needed to report
@@ -80,10 +81,10 @@ def _can_run(variant: Variant, device: str) -> bool:
     return device == "cpu" or variant.environment is None
 
 
-def _merged(old: dict[str, Row], new: dict[str, Row], families: Sequence[str]) -> dict[str, Row]:
-    """Rows of the families that were run again are new ones; plain's is the last run's."""
-    rest = {name: row for name, row in old.items() if row["family"] not in families and name != PLAIN.name}
-    return {**new, **rest}
+def _merged(old: dict[str, Row], new: dict[str, Row]) -> dict[str, Row]:
+    """New rows in the place of old ones of the same name; new plans in the place of all old plans."""
+    replanned = any(row["role"] == "plan" for row in new.values())
+    return {**{name: row for name, row in old.items() if not (replanned and row["role"] == "plan")}, **new}
 
 
 def report(kept: dict[str, Any]) -> int:

@@ -110,11 +110,11 @@ def test_report_exits_1_where_a_peer_is_missed(tmp_path: Any, monkeypatch: pytes
         assert frontier.main() == code
 
 
-def test_families_that_run_again_replace_their_rows_alone() -> None:
-    old = {name: {"family": name, "run": 1} for name in ("plain", "compile", "plans")}
-    new = {name: {"family": name, "run": 2} for name in ("plain", "plans")}
-    merged = frontier._merged(old, new, ["plans"])
-    assert {name: each["run"] for name, each in merged.items()} == {"plain": 2, "plans": 2, "compile": 1}
+def test_rows_of_a_later_run_replace_those_of_their_names_and_all_plans() -> None:
+    old = {name: {"role": role, "run": 1} for name, role in (("plain", "plain"), ("a", "peer"), ("p", "plan"))}
+    new = {name: {"role": role, "run": 2} for name, role in (("plain", "plain"), ("q", "plan"))}
+    merged = frontier._merged(old, new)
+    assert {name: each["run"] for name, each in merged.items()} == {"plain": 2, "q": 2, "a": 1}
 
 
 def test_a_worker_that_dies_leaves_its_last_words(tmp_path: Any) -> None:
