@@ -36,6 +36,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 SEARCH_TIERS: tuple[Tier, ...] = TIERS[:4]  # those that a search takes; the others are what people are used to
 # What tiers do to gradients; those that are not named keep every bit.
 TIER_ACCURACY: Mapping[Tier, Accuracy] = {"keep_bf16": "rounding", "keep_int8": "lossy", "keep_fp8": "lossy"}
+COMPILED_TIERS: tuple[Tier, ...] = ("keep", "full")  # those that a compiled block may have
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 WEIGHT_STORAGES: tuple[WeightStorage, ...] = get_args(WeightStorage)
@@ -154,6 +155,19 @@ class OptimizerVariant:
     place: Literal["device", "host"] = "device"
     update: Literal["step", "backward"] = "step"
     kernel: Literal["fused", "foreach"] = "fused"
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Which blocks torch.compile makes graphs of, and what these may save.
+
+    blocks: in one graph: 0 compiles nothing, 1 makes a graph of each block.
+    budget: the most that a graph saves for backward, as a share of what it would save of itself; the partitioner picks
+        what backward computes again.
+    """
+
+    blocks: int = 0
+    budget: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -303,6 +317,7 @@ class Profile:
     tokens: of one step, of all ranks together. model_flops: what the model asks this rank to compute in one step,
         recomputation left out and causal attention counted by half. peak_flops_per_second: of the device, by its data
         sheet, in the precision of the step. 0 where nobody counted.
+    compile_seconds: what compiling blocks adds to the first step; 0.0 where nothing is compiled.
     collectives: by kind: all_gather, reduce_scatter, all_reduce, send, ...; empty where nobody counted.
     communication_seconds: what the links need for all of them. exposed_communication_seconds: as much of it as no
         computation hides, which is part of step_seconds.
@@ -329,6 +344,7 @@ class Profile:
     tokens: int = 0
     model_flops: float = 0.0
     peak_flops_per_second: float = 0.0
+    compile_seconds: float = 0.0
 
     @property
     def is_on_host(self) -> bool:

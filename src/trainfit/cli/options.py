@@ -37,6 +37,9 @@ OptimizerOption = Annotated[
     str | None,
     typer.Option(metavar="KEY=VALUE,...", help="Such as weights=bf16_residual,states=int8."),
 ]
+CompileOption = Annotated[
+    str | None, typer.Option(metavar="none|block|block:B", help="Compile each block; B: share of activations it saves.")
+]
 CastOption = Annotated[str | None, typer.Option(metavar="operator|block", help="Where fp32 weights are cast.")]
 RecomputeAheadOption = Annotated[
     int, typer.Option(metavar="0|1", help="Blocks recomputed beside the backward of the next one.")
@@ -87,6 +90,7 @@ class StepOptions:
     optimizer: str | None = None
     cast: str | None = None
     recompute_ahead: int = 0
+    compile: str | None = None
     devices: int = 1
     zero_stage: int = 0
     tensor: int = 1
@@ -149,6 +153,7 @@ _STEP: dict[str, Any] = {
     "optimizer": OptimizerOption,
     "cast": CastOption,
     "recompute_ahead": RecomputeAheadOption,
+    "compile": CompileOption,
 }
 _MESH: dict[str, Any] = {
     "devices": DevicesOption,

@@ -13,6 +13,7 @@ from trainfit.cli.console import notes, output, print_json, status
 from trainfit.cli.options import (
     MAX_DEVICES,
     CastOption,
+    CompileOption,
     DeviceOption,
     HtmlOption,
     JsonOption,
@@ -43,7 +44,7 @@ TokensOption = Annotated[
 ]
 MayChangeOption = Annotated[
     list[str] | None,
-    typer.Option("--may-change", metavar="precision|optimizer|activations", help="What the plan may change."),
+    typer.Option("--may-change", metavar="precision|optimizer|activations|compile", help="What the plan may change."),
 ]
 MaxGradNormOption = Annotated[
     str | None, typer.Option("--max-grad-norm", metavar="NORM|none", show_default="1", help="Clip gradients by it.")
@@ -73,6 +74,7 @@ def plan(
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = None,
     cast: CastOption = None,
+    compile: CompileOption = None,
     may_change: MayChangeOption = None,
     max_grad_norm: MaxGradNormOption = None,
     compare: CompareOption = False,
@@ -103,7 +105,7 @@ def plan(
         recipe = open_recipe(model)
         norm = _norm(max_grad_norm, recipe)
         hardware = find_hardware(device, recipe, devices)
-        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast, norm)
+        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast, compile, norm)
         workload, made = _choose(model, recipe, seq_len, *options, hardware, say)
         rows: tuple[PolicyResult, ...] = ()
         if policies:
@@ -145,6 +147,7 @@ def _choose(
     may_change: tuple[str, ...],
     optimizer: str | None,
     cast: str | None,
+    compiled: str | None,
     max_grad_norm: float | None,
     hardware: Hardware,
     say: Say,
@@ -160,7 +163,7 @@ def _choose(
     )
     from trainfit.plan import Target
     from trainfit.profile import Layout
-    from trainfit.step.strategy_text import parse_variant
+    from trainfit.step.strategy_text import parse_compile, parse_variant
 
     say(f"Building {model}")
     wanted_bytes = parse_bytes(memory) if memory else recipe.memory if recipe else None
@@ -177,6 +180,7 @@ def _choose(
         target = Target(budget_bytes, tokens, workload.seq_len, taken, changes, layouts)
     said: dict[str, Any] = {} if optimizer is None else {"optimizer": parse_variant(optimizer)}
     said |= {} if cast is None else {"cast": cast}
+    said |= {} if compiled is None else {"compile": parse_compile(compiled)}
     target = replace(target, **said)
     made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=max_grad_norm)
     return workload, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))

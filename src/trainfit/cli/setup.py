@@ -22,7 +22,7 @@ from trainfit.plan.space import layout_of
 from trainfit.profile import PRECISIONS, TIER_ACCURACY, AllocatorSettings, LossScale, OptimizerVariant, Precision, Tier
 from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
-from trainfit.step.strategy_text import describe_strategy, describe_variant, format_tiers, parse_variant
+from trainfit.step.strategy_text import describe_strategy, describe_variant, format_tiers, parse_compile, parse_variant
 from trainfit.techniques.chunked_loss import auto_chunks
 from trainfit.techniques.pipeline_cut import divide
 from trainfit.train import Recipe, load_recipe, recipe_workload
@@ -150,6 +150,7 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
         zero=zero,
         allocator=AllocatorSettings() if recipe is None or recipe.allocator is None else recipe.allocator.settings(),
         recompute_ahead=options.recompute_ahead,
+        compile=parse_compile(options.compile or (recipe.compile if recipe is not None else "none")),
     )
     if variant.update == "backward":
         return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))
@@ -179,6 +180,7 @@ def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         recipe.frozen_weights,
         None if recipe.allocator is None else recipe.allocator.settings(),
         recompute_ahead=recipe.recompute_ahead,
+        compile=parse_compile(recipe.compile),
     )
     return target, notes
 

@@ -24,6 +24,7 @@ def accelerate(job: Job) -> Export:
         _without_fsdp(job, draft)
     _script(job, draft)
     draft.note_environment()
+    draft.note_compile("dynamo_config with use_regional_compilation compiles each block")
     notes = draft.notes(SYSTEM)
     lead = ["Use: accelerate launch --config_file FILE SCRIPT; num_machines and machine_rank are yours to set."]
     return Export("accelerate", "accelerate_config.yaml", comments(job.title, lead, notes) + as_yaml(settings), notes)

@@ -100,6 +100,11 @@ class Draft:
         """These have a setting of the same meaning in what is written."""
         self._covered.update(settings)
 
+    def note_compile(self, theirs: str) -> None:
+        """theirs: how the other system compiles blocks, where it can."""
+        if self.job.strategy.compile.blocks:
+            self.note(f"compile: {theirs}, which is not written here", "compile")
+
     def note_environment(self) -> None:
         """For files that set no variables."""
         for name, value in self.job.environment.items():

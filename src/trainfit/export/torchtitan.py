@@ -22,6 +22,7 @@ def torchtitan(job: Job) -> Export:
         "activation_checkpoint": _activation(job, draft),
     }
     draft.note_environment()
+    draft.note_compile("compile.enable compiles each block")
     notes = draft.notes(SYSTEM)
     lead = [
         "For torchtitan 0.2.2. Use: --job.config_file FILE, with sections model, lr_scheduler and checkpoint added."

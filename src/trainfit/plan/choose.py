@@ -9,7 +9,16 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.judged import judged
 from trainfit.plan.plan import Alternative, Plan
-from trainfit.plan.reasons import accuracy_note, allocator_note, alternatives_of, more_memory, notes_of, why, why_not
+from trainfit.plan.reasons import (
+    accuracy_note,
+    allocator_note,
+    alternatives_of,
+    compile_note,
+    more_memory,
+    notes_of,
+    why,
+    why_not,
+)
 from trainfit.plan.rehearsals import Rehearsals
 from trainfit.plan.search import Search
 from trainfit.plan.space import Point, layout_of, micro_batch_sizes, refusal_of
@@ -75,6 +84,7 @@ def choose(
             *notes_of(target),
             *accuracy_note(target, chosen.strategy, tracers.of(target.optimizer).facts.num_trained),
             *allocator_note(chosen.strategy, profile, rehearsals.profiles, allowed),
+            *compile_note(chosen.strategy, profile, hardware),
             *rehearsals.notes,
         ),
         binds=chosen.binding(profile.peak_phase),

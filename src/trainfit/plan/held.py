@@ -52,7 +52,7 @@ def choose_held(
         prices: Prices | None = None
         allowed = free.allowed_bytes
         if policy.needs_prices:
-            prices = prices_of(tracers.of(strategy.optimizer), hardware, target, strategy, allowed)
+            prices = prices_of(tracers.of(strategy.optimizer, strategy.compile), hardware, target, strategy, allowed)
         for attempt in range(_ATTEMPTS):
             found = replace(strategy, tiers=policy.tiers(situation_of(strategy, prices)))
             profile = exact(found)

@@ -38,6 +38,21 @@ def alternatives_of(
         yield Alternative(candidate.strategy, peak, seconds, exact is not None, words)
 
 
+def compile_note(strategy: Strategy, profile: Profile, hardware: Hardware) -> Iterator[str]:
+    """What compiled blocks cost before they win, and how far their rehearsal is from the device's own kernels."""
+    if not strategy.compile.blocks:
+        return
+    yield (
+        f"blocks are compiled: the first step takes about {profile.compile_seconds:.0f} s longer; gradients are equal "
+        "to the rounding of sums"
+    )
+    if not hardware.is_host:
+        yield (
+            f"compiled blocks were rehearsed as for a CPU: {hardware.spec.kind} kernels fuse in other groups, so "
+            "temporaries inside a block may differ; what blocks save for backward is the same"
+        )
+
+
 def _losers(search: Search, rehearsed: Mapping[Strategy, Profile], chosen: Candidate) -> Iterator[Candidate]:
     assert chosen.case is not None
     here = chosen.case.point
@@ -51,6 +66,9 @@ def _losers(search: Search, rehearsed: Mapping[Strategy, Profile], chosen: Candi
     yield from search.uniform(chosen.case)
     for key, bounded in best_of_each(points, lambda point: point.strategy.optimizer).items():
         if key != here.strategy.optimizer:
+            yield search.estimated(bounded)
+    for key, bounded in best_of_each(points, lambda point: point.strategy.compile).items():
+        if key != here.strategy.compile:
             yield search.estimated(bounded)
     others = [(key, bounded) for key, bounded in best_of_each(points, _family).items() if key != _family(here)]
     for _, bounded in others[:_OTHERS]:

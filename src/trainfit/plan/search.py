@@ -142,8 +142,9 @@ class Search:
 
     def sketched(self, point: Point) -> Case:
         """The point's case without a trace of its own."""
-        tracer, strategy = self.tracers.of(point.strategy.optimizer), point.strategy
-        key = tracer.variant, strategy.precision
+        strategy = point.strategy
+        tracer = self.tracers.of(strategy.optimizer, strategy.compile)
+        key = tracer.variant, strategy.precision, strategy.compile
         if key not in self._sketches:
             self._sketches[key] = Sketch(tracer, strategy.precision, self._largest, self.target.seq_len)
         sketch, size, ranks = self._sketches[key], strategy.micro_batch_size, strategy.mesh.tensor
@@ -155,7 +156,7 @@ class Search:
 
     def _traced(self, point: Point) -> Case:
         strategy = point.strategy
-        tracer = self.tracers.of(strategy.optimizer)
+        tracer = self.tracers.of(strategy.optimizer, strategy.compile)
         what = strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,)
         accumulates = strategy.accumulation_steps > 1
         split = None

@@ -40,7 +40,7 @@ class Point:
     @property
     def kind(self) -> tuple[object, ...]:
         """Points whose rehearsals differ from the fast model by about as much."""
-        return self.layout, self.strategy.precision, self.strategy.optimizer
+        return self.layout, self.strategy.precision, self.strategy.optimizer, self.strategy.compile
 
     def with_tiers(self, tiers: Sequence[Tier]) -> Strategy:
         return replace(self.strategy, tiers=tuple(tiers))
@@ -59,6 +59,7 @@ def asked_of(workload: Workload, hardware: Hardware, target: Target, facts: Mode
         "loss_scale": target.loss_scale,
         "frozen_weights": target.frozen_weights,
         "recompute_ahead": target.recompute_ahead or 0,
+        "compile": target.compile,
     }
     return Asked(workload, hardware, settings, target.may_change, clips, facts.can_chunk, facts.dim)
 

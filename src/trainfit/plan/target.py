@@ -12,6 +12,7 @@ from trainfit.profile import (
     PRECISIONS,
     AllocatorSettings,
     Cast,
+    Compile,
     FrozenStorage,
     Layout,
     LossScale,
@@ -24,7 +25,7 @@ from trainfit.profile import (
 )
 
 _PARTS = {"mesh": Mesh, "zero": Zero, "tensor": TensorParallel, "pipeline": Pipeline}
-MAY_CHANGE = ("precision", "optimizer", "activations")
+MAY_CHANGE = ("precision", "optimizer", "activations", "compile")
 MAX_SEQUENCES = 2**20
 
 # Part of the budget that a plan leaves free, for what a prediction does not know. Allocated bytes are exact to 1% on a
@@ -39,7 +40,8 @@ class Target:
 
     budget_bytes: memory of one device for this run. tokens_per_step: tokens of one optimizer step, padding included.
     may_change: "precision" allows bf16 where the precision given is fp32; "optimizer" allows other ways to keep weights
-        and states than that given; "activations" allows saved tensors of fewer bits, such as keep_int8.
+        and states than that given; "activations" allows saved tensors of fewer bits, such as keep_int8;
+        "compile" allows compiled blocks.
     allocator: its settings; None lets a plan choose expandable segments where they make it fit.
     recompute_ahead: see Strategy; None lets a plan try it on its best.
     layouts: every arrangement of the devices that may be taken, all that techniques find where there are none;
@@ -59,6 +61,7 @@ class Target:
     frozen_weights: FrozenStorage = "fp32"
     allocator: AllocatorSettings | None = None
     recompute_ahead: int | None = None
+    compile: Compile = Compile()
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):
@@ -105,4 +108,5 @@ class Target:
         loss_scale = data["loss_scale"] and LossScale(**data["loss_scale"])
         allocator = data.get("allocator") and AllocatorSettings(**data["allocator"])
         parts = {"allocator": allocator, "optimizer": OptimizerVariant(**data["optimizer"]), "loss_scale": loss_scale}
+        parts["compile"] = Compile(**data.get("compile", {}))
         return cls(**{**data, **parts, "may_change": frozenset(data["may_change"]), "layouts": layouts})

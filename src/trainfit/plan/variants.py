@@ -19,7 +19,7 @@ from dataclasses import replace
 from trainfit.hardware import Hardware
 from trainfit.plan.cost import MUST_WIN
 from trainfit.plan.target import Target
-from trainfit.profile import OptimizerVariant, Precision
+from trainfit.profile import COMPILED_TIERS, Compile, OptimizerVariant, Precision
 from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.rehearsal.operator_cost import ADAMW_BYTES
 from trainfit.rehearsal.trace import Tracer
@@ -35,24 +35,26 @@ class Tracers:
 
     def __init__(self, workload: Workload, hardware: Hardware, target: Target) -> None:
         self.workload, self.hardware, self.target = workload, hardware, target
-        self._made: dict[OptimizerVariant, Tracer] = {}
+        self._made: dict[tuple[OptimizerVariant, Compile], Tracer] = {}
 
-    def of(self, variant: OptimizerVariant) -> Tracer:
-        """The tracer whose weights are of the variant's dtype."""
+    def of(self, variant: OptimizerVariant, compiled: Compile = Compile()) -> Tracer:
+        """The tracer whose weights are of the variant's dtype, and whose blocks are compiled like that."""
         is_half = variant.weights != "fp32"
         asked = self.target.optimizer
         traced = asked if is_half == (asked.weights != "fp32") else OptimizerVariant(weights="bf16_residual")
-        if traced not in self._made:
-            self._made[traced] = Tracer(
+        if (key := (traced, compiled)) not in self._made:
+            tiers = searched_tiers(self.hardware, self.target.may_change)
+            self._made[key] = Tracer(
                 self.workload,
                 self.hardware,
                 traced,
                 frozen_weights=self.target.frozen_weights,
                 precision=self.target.precision,
                 cast=self.target.cast if not is_half else "operator",
-                tiers=searched_tiers(self.hardware, self.target.may_change),
+                tiers=[tier for tier in tiers if tier in COMPILED_TIERS] if compiled.blocks else tiers,
+                compiled=compiled,
             )
-        return self._made[traced]
+        return self._made[key]
 
 
 def facts_of(tracer: Tracer, variant: OptimizerVariant) -> ModelFacts:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,7 +87,8 @@ def measure_rank(
         step(batches)
         recorded.watch(step, lambda: step(batches))
     seconds = [_seconds(lambda: step(batches), device) for _ in range(steps)]
-    return recorded.profile(step, step_seconds=statistics.median(seconds) if seconds else None)
+    profile = recorded.profile(step, step_seconds=statistics.median(seconds) if seconds else None)
+    return replace(profile, compile_seconds=0.0 if step.compiled is None else step.compiled.seconds)
 
 
 class RecordedRun:

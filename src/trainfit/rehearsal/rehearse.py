@@ -277,7 +277,8 @@ def watch_step(
     ids = sum(batch.inputs.numel() for batch in batches) + waiting * batches[0].inputs.numel()
     # What dies from here on does so outside of the step, and the tracker would still hear of it.
     record = StepRecord(list(tracker.log), dict(tracker.record.names))
-    return Watched(record, step.strategy, step.ranks.rank, ids, waiting, like, cut)
+    seconds = 0.0 if step.compiled is None else step.compiled.seconds_with_kernels
+    return Watched(record, step.strategy, step.ranks.rank, ids, waiting, like, cut, seconds)
 
 
 def _owned_states(step: TrainStep) -> Iterator[tuple[Tensor, object]]:

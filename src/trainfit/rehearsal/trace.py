@@ -18,6 +18,7 @@ from trainfit.profile import (
     SEARCH_TIERS,
     BlockTrace,
     Cast,
+    Compile,
     FrozenStorage,
     Mesh,
     OptimizerVariant,
@@ -43,6 +44,7 @@ from trainfit.step import prepare
 from trainfit.techniques.activation import forget_recompute, recompute_block
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
+from trainfit.techniques.compiled import Graphs, compile_block, forget_compile
 from trainfit.techniques.compression import CompressionPlan
 from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.optimizer import OptimizerStates, states_on_device
@@ -64,12 +66,16 @@ class Tracer:
         cast: Cast = "operator",
         tiers: Sequence[Tier] = SEARCH_TIERS,
         split: tuple[Ranks, TensorParallel] | None = None,
+        compiled: Compile = Compile(),
     ) -> None:
         """frozen_weights: how they are kept where the compute dtype is `precision`. cast: see Strategy.
 
-        tiers: those that are traced. split: over which tensor ranks, and how; see split_trace().
+        tiers: those that are traced. compiled: how blocks are. split: over which tensor ranks, and how; see
+        split_trace().
         """
         self._settings = {"frozen_weights": frozen_weights, "precision": precision, "cast": cast, "tiers": tiers}
+        self._compiled = compiled
+        self._graphs: dict[tuple[Any, ...], Graphs] = {}  # by what would make them be compiled once more
         self.tiers = tuple(tiers)
         self._is_split = split is not None
         self.workload, self.hardware = workload, hardware
@@ -120,7 +126,7 @@ class Tracer:
             blocks = {
                 (structure, tier): self._once(
                     (micro_batch_size, precision, accumulates, structure, tier),
-                    partial(self._trace_block, block, tier, precision, inputs),
+                    partial(self._trace_block, block, tier, precision, inputs, micro_batch_size),
                 )
                 for structure, (block, inputs) in captured.items()
                 for tier in self.tiers
@@ -300,10 +306,17 @@ class Tracer:
                 handle.remove()
         return captured
 
-    def _trace_block(self, block: nn.Module, tier: Tier, precision: Precision, inputs: Any) -> BlockTrace:
+    def _trace_block(
+        self, block: nn.Module, tier: Tier, precision: Precision, inputs: Any, micro_batch_size: int
+    ) -> BlockTrace:
         before = vars(block).get("forward")
         if tier != "keep":
             recompute_block(block, tier, self._build.accelerator)
+        if self._compiled.blocks:
+            key = micro_batch_size, precision
+            if key not in self._graphs:
+                self._graphs[key] = Graphs(self._compiled, is_fake=True)
+            compile_block(block, self._graphs[key])
         try:
             args, kwargs = leaves_of(inputs, carries=self._carries)
             trace = self._trace_call(lambda: block(*args, **kwargs), tensors_in((args, kwargs)), precision)
@@ -314,6 +327,7 @@ class Tracer:
                 trace = replace(trace, saved_bytes=trace.saved_bytes - hidden.nbytes)
             return trace
         finally:
+            forget_compile(block)
             forget_recompute(block)
             put_back(block, before)
             self._reset_gradients()

@@ -91,6 +91,10 @@ class StorageTracker(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and the guard that this asks for is paid at each operator
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled blocks are compiled under it, unseen; see NOTE [ Compiled without kernels ]
+
     def __enter__(self) -> StorageTracker:
         outside = ExitStack()
         outside.enter_context(_replaced(torch.UntypedStorage, "resize_", self._following_resize()))
@@ -202,7 +206,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _owner_if_late(self, storage: int) -> str:
         """In the update, whose a storage is that dies after an operator over all blocks; else what runs says enough."""
-        return (self._owners[storage] or SHELL) if self.phase == "optimizer" and self._owner_now == SHELL else ""
+        return (self._owners.get(storage) or SHELL) if self.phase == "optimizer" and self._owner_now == SHELL else ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -37,13 +37,15 @@ class Watched:
     waiting: int = 0
     like: int = 0
     cut: Cut | None = None
+    compile_seconds: float = 0.0
 
     def profile(self, hardware: Hardware, *, late_states: bool = False, allowed_bytes: int | None = None) -> Profile:
         """late_states: whether a run's optimizer makes its states in its first update, in what forward and backward
         left behind. allowed_bytes: expandable segments are looked at only where nothing else keeps the step from
         fitting into these. Raises NotAlikeError where the cut does not hold."""
         with _no_collection():
-            return self._profile(hardware, late_states=late_states, allowed_bytes=allowed_bytes)
+            profile = self._profile(hardware, late_states=late_states, allowed_bytes=allowed_bytes)
+        return replace(profile, compile_seconds=self.compile_seconds)
 
     def _profile(self, hardware: Hardware, *, late_states: bool, allowed_bytes: int | None) -> Profile:
         record, spec, mesh = self.record.settled(), hardware.spec, self.strategy.mesh

@@ -22,6 +22,7 @@ from trainfit.step.train_step import TrainStep
 from trainfit.techniques import TECHNIQUES, Build
 from trainfit.techniques.base import LossFunction, Observer, Stage
 from trainfit.techniques.chunked_loss import cross_entropy_sum, plain_loss
+from trainfit.techniques.compiled import forget_compile
 from trainfit.units import format_count
 from trainfit.workload import HeadSplit, Workload, dissect, run_model, split_head
 from trainfit.workload.batch import MicroBatch
@@ -81,6 +82,8 @@ def prepare(
             workload.start.load_into(model)
     model.train()
     anatomy = dissect(model, vocab_size=workload.vocab_size)
+    for block in anatomy.blocks:
+        forget_compile(model.get_submodule(block))
     split: HeadSplit | str = "the model has a loss of its own"
     if workload.loss is None:
         split = split_head(model, anatomy, seq_len=workload.seq_len)

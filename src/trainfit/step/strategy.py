@@ -15,6 +15,7 @@ from trainfit.profile import (
     TIERS,
     AllocatorSettings,
     Cast,
+    Compile,
     FrozenStorage,
     LossScale,
     Mesh,
@@ -29,6 +30,7 @@ from trainfit.profile import (
 from trainfit.step.strategy_rules import (
     check_allocator,
     check_casts,
+    check_compile,
     check_optimizer,
     check_pipeline,
     check_recompute_ahead,
@@ -44,6 +46,7 @@ _PARTS: Mapping[str, Callable[..., Any]] = {
     "tensor": TensorParallel,
     "pipeline": Pipeline,
     "allocator": AllocatorSettings,
+    "compile": Compile,
 }
 
 
@@ -70,6 +73,7 @@ class Strategy:
     tier_table: tiers by the tokens of a micro batch, ascending, in the place of tiers, which then are the last row's.
     micro_batch_tokens: that a micro batch of sequences of several lengths may have, padding included, if it is more
         than one sequence; 0 stands for micro_batch_size sequences of the full length.
+    compile: which blocks are compiled.
     """
 
     micro_batch_size: int
@@ -89,6 +93,7 @@ class Strategy:
     recompute_ahead: int = 0
     tier_table: tuple[TokenBucket, ...] = ()
     micro_batch_tokens: int = 0
+    compile: Compile = Compile()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -120,6 +125,7 @@ class Strategy:
         check_allocator(self.allocator)
         check_recompute_ahead(self)
         check_table(self)
+        check_compile(self)
 
     @property
     def sequences_per_step(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainfit.errors import RecipeError
 from trainfit.profile import (
+    COMPILED_TIERS,
     FROZEN_STORAGES,
     OPTIMIZER_KINDS,
     PIPELINE_SCHEDULES,
@@ -222,6 +223,40 @@ def check_table(strategy: Strategy) -> None:
         raise RecipeError(
             f"a tier_table does not work with mesh.pipeline {strategy.mesh.pipeline}: its stages take micro batches of "
             "one shape; leave per_batch out, or use mesh.shard"
+        )
+
+
+def check_compile(strategy: Strategy) -> None:
+    """What a graph cannot have in it, or around it."""
+    blocks, budget = strategy.compile.blocks, strategy.compile.budget
+    if type(blocks) is not int or blocks not in (0, 1):
+        raise RecipeError(f"compile.blocks is {blocks!r}; it is 0 for none, or 1 for a graph of each block")
+    if not isinstance(budget, int | float) or not 0 <= budget <= 1:
+        raise RecipeError(f"compile.budget is {budget!r}; give a share between 0 and 1, such as 0.5")
+    if not blocks:
+        return
+    if unseen := sorted(set(strategy.tiers) - set(COMPILED_TIERS)):
+        raise RecipeError(
+            f"activation tier {unseen[0]!r} keeps what single operators make, and a compiled block has none that can "
+            "be seen; use keep with compile.budget below 1, or full"
+        )
+    if strategy.mesh.tensor > 1 or strategy.mesh.pipeline > 1:
+        name = "tensor" if strategy.mesh.tensor > 1 else "pipeline"
+        raise RecipeError(f"compile does not work with mesh.{name} {getattr(strategy.mesh, name)}; leave one out")
+    if strategy.recompute_ahead:
+        raise RecipeError("compile does not work with recompute_ahead 1; leave one of them out")
+    if strategy.tier_table:
+        raise RecipeError("compile does not work with a tier_table, whose tiers change; leave compile or per_batch out")
+    if strategy.cast == "block":
+        raise RecipeError(
+            "cast block swaps weights while a block runs, which a graph cannot follow; use cast: operator"
+        )
+    if strategy.loss_scale is not None and strategy.loss_scale.per_block:
+        raise RecipeError("compile does not work with loss_scale.per_block; leave one of them out")
+    if strategy.frozen_weights in ("int8", "nf4"):
+        raise RecipeError(
+            f"compile does not work with frozen_weights {strategy.frozen_weights}, which are unpacked as a block runs; "
+            "use half, or leave compile out"
         )
 
 

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from itertools import groupby
 
 from trainfit.errors import RecipeError
-from trainfit.profile import MESH_DIMS, TIERS, AllocatorSettings, OptimizerVariant, Tier
+from trainfit.profile import MESH_DIMS, TIERS, AllocatorSettings, Compile, OptimizerVariant, Tier
 from trainfit.step.strategy import Strategy
 
 
@@ -27,7 +27,9 @@ def describe_strategy(strategy: Strategy) -> str:
     ahead = ["recomputed one block ahead"] if strategy.recompute_ahead else []
     variant = describe_variant(strategy.optimizer)
     allocator = describe_allocator(strategy.allocator)
-    return ", ".join([size, tiers, *ahead, chunks, precision, *frozen, *variant, *describe_mesh(strategy), *allocator])
+    compiled = describe_compile(strategy.compile)
+    what = [tiers, *ahead, *compiled, chunks, precision]
+    return ", ".join([size, *what, *frozen, *variant, *describe_mesh(strategy), *allocator])
 
 
 def describe_allocator(settings: AllocatorSettings) -> list[str]:
@@ -38,6 +40,29 @@ def describe_allocator(settings: AllocatorSettings) -> list[str]:
     words += [f"cached blocks given back above {share:.0%}"] if share else []
     steps = settings.roundup_power2_divisions
     return words + ([f"requests in {steps} steps a power of two"] if steps else [])
+
+
+def describe_compile(setting: Compile) -> list[str]:
+    """What is compiled, in words; nothing where nothing is."""
+    if not setting.blocks:
+        return []
+    return ["compiled blocks" + ("" if setting.budget == 1 else f" that save {setting.budget:.0%}")]
+
+
+def parse_compile(text: str) -> Compile:
+    """From "none", "block", or "block:0.5" for graphs that save at most half of what they would.
+
+    Raises RecipeError for anything else; Strategy looks at the share.
+    """
+    if text.strip() == "none":
+        return Compile()
+    match = re.fullmatch(r"\s*block\s*(?::\s*([0-9.]+))?\s*", text)
+    try:
+        if match is not None:
+            return Compile(1, float(match[1] or 1))
+    except ValueError:
+        pass
+    raise RecipeError(f"compile {text!r} is not understood; use none, block, or block:0.5 for graphs that save half")
 
 
 def describe_variant(variant: OptimizerVariant) -> list[str]:

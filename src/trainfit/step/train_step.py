@@ -65,6 +65,7 @@ class TrainStep:
         self._sync = build.sync
         self.scaling = build.scaling
         self.tier_switch = build.tier_switch
+        self.compiled = build.compiled
         self.ranks: Ranks = build.ranks
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         elsewhere = {id(p) for name, p in self.model.named_parameters() if name in build.counted_elsewhere}

@@ -4,6 +4,7 @@ from trainfit.techniques.activation import ActivationTiers
 from trainfit.techniques.base import Build, Observer, Stage, Technique
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss
+from trainfit.techniques.compiled import CompiledBlocks
 from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.loss_scaling import LossScaling
 from trainfit.techniques.optimizer import OptimizerStates
@@ -21,6 +22,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     BlockCasts(),
     ActivationTiers(),
     TierTable(),
+    CompiledBlocks(),
     RecomputeAhead(),
     ZeroStages(),
     OptimizerStates(),

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainfit.hardware import Accelerator, Hardware, Ranks
 from trainfit.profile import Cast, LossScale, Phase, Precision
+from trainfit.techniques.inductor import Compiled
 from trainfit.techniques.switched import TierSwitch
 from trainfit.workload import Anatomy, HeadSplit, Workload
 from trainfit.workload.batch import MicroBatch
@@ -111,6 +112,7 @@ class Build:
     scaling: of the loss, where fp16 needs it.
     tier_switch: of a table, told of each micro batch before its forward.
     autocast: entered around forward and loss of every micro batch.
+    compiled: what was compiled so far, in the course of the step; None where nothing is.
     notes: sentences for the user about what was chosen instead of what was asked.
     """
 
@@ -136,6 +138,7 @@ class Build:
     updates_in_backward: bool = False
     scaling: Scaling | None = None
     tier_switch: TierSwitch | None = None
+    compiled: Compiled | None = None
     notes: list[str] = field(default_factory=list)
 
     def forward(self, batch: MicroBatch, scale: float, observe: Observer) -> Tensor:

@@ -33,6 +33,7 @@ from trainfit.profile import (
     WeightStorage,
     Zero,
 )
+from trainfit.step.strategy_text import parse_compile
 from trainfit.units import parse_bytes, parse_count
 from trainfit.workload import LoRASettings
 
@@ -155,6 +156,13 @@ class AdapterSettings(_Section):
         return LoRASettings(**self.model_dump())
 
 
+def checked_compile(value: object) -> str:
+    """The words themselves, once Strategy's parser takes them; YAML reads none as text, and nothing as None."""
+    text = "none" if value is None else str(value)
+    parse_compile(text)
+    return text
+
+
 Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 
@@ -264,10 +272,11 @@ class Recipe(_Section):
     freeze: Patterns | None = None
     train_only: Patterns | None = None
     frozen_weights: FrozenStorage = "fp32"
+    compile: Annotated[str, BeforeValidator(checked_compile)] = "none"
     activation: Annotated[str, BeforeValidator(lambda value: str(parse_policy(str(value))))] | None = None
     recompute_ahead: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
     per_batch: Annotated[PerBatchSettings | None, BeforeValidator(_on_or_off)] = None
-    may_change: tuple[Literal["precision", "optimizer", "activations"], ...] = ()
+    may_change: tuple[Literal["precision", "optimizer", "activations", "compile"], ...] = ()
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0

@@ -1,0 +1,153 @@
+"""Compiled blocks: gradients as plain training's to rounding, bytes as rehearsed, and one clear line for the rest."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from plain import CPU, build, largest_difference, make_model, plain_gradients, planned_gradients, random_batch
+from torch import Tensor, nn
+
+from trainfit.errors import DeviceError, ModelError, RecipeError
+from trainfit.hardware import this_machine
+from trainfit.profile import Compile, Profile, Tier
+from trainfit.rehearsal import measure, rehearse
+from trainfit.step import Strategy, TrainStep, build_step
+from trainfit.techniques import compiled
+from trainfit.workload import Workload, workload_from_module
+
+DIM, VOCAB_SIZE, SEQ_LEN = 64, 100, 64
+
+
+class Gated(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.RMSNorm(DIM), nn.Linear(DIM, 4 * DIM)
+        self.out = nn.Linear(2 * DIM, DIM)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.mix(self.norm(x)).chunk(2, -1)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.out(torch.sigmoid(gate) * torch.tanh(value))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 3, breaks: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB_SIZE, DIM)
+        self.layers = nn.ModuleList([Gated(breaks) for _ in range(num_blocks)])
+        self.head = nn.Linear(DIM, VOCAB_SIZE, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def workload(num_blocks: int = 3, *, breaks: bool = False) -> Workload:
+    return workload_from_module(lambda: Model(num_blocks, breaks), seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+
+
+def strategy(*tiers: Tier, budget: float = 1.0) -> Strategy:
+    return Strategy(2, 2, tiers=tiers, loss_chunks=2, compile=Compile(1, budget))
+
+
+def graphs_of(step: TrainStep) -> int:
+    assert step.compiled is not None
+    return step.compiled.graphs
+
+
+def rehearsed(planned: Strategy) -> Profile:
+    return rehearse(workload(len(planned.tiers)), planned, this_machine("cpu"))
+
+
+def test_compiled_gradients_are_plain_trainings_to_rounding_and_its_bytes_are_as_rehearsed():
+    """CK-13. The one test that compiles kernels: blocks that keep and one that recomputes, from one graph."""
+    planned = strategy("keep", "full", "keep")
+    step = build_step(workload(), planned, CPU, max_grad_norm=None, model=make_model(workload()))
+    batch = random_batch(workload(), rows=4)
+    found = planned_gradients(step, list(batch.split(2)))
+    # Kernels fuse what eager rounds between operators, and sum in another order: some ulps of fp32, not to the bit.
+    assert largest_difference(found, plain_gradients(make_model(workload()), batch)) < 1e-5
+    assert graphs_of(step) == 1
+    measured = measure(workload(), planned, CPU, steps=0)  # compiles the same graph, from PyTorch's cache
+    predicted = rehearsed(planned)
+    assert predicted.peak_bytes == measured.peak_bytes
+    assert predicted.compile_seconds > 0
+
+
+def test_compiled_blocks_save_less_than_eager_and_a_budget_makes_it_less_still():
+    """CK-13: saved bytes are not above eager's."""
+    eager = rehearsed(replace(strategy("keep", "keep", "keep"), compile=Compile()))
+    whole = rehearsed(strategy("keep", "keep", "keep"))
+    half = rehearsed(strategy("keep", "keep", "keep", budget=0.3))
+    full = rehearsed(strategy("full", "full", "full"))
+    peaks = [profile.phases["loss"] for profile in (eager, whole, half, full)]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+def test_a_graph_that_saves_more_than_eager_is_warned_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "eager_bytes", lambda graph: 1000)
+    with pytest.warns(UserWarning, match=r"layers.0 compiled saves .* for backward, as it is written 1000 B"):
+        rehearsed(strategy("keep", "keep"))
+
+
+def test_compiled_blocks_that_are_left_out_of_a_rehearsal_count_as_if_they_ran(monkeypatch: pytest.MonkeyPatch):
+    planned = strategy(*["full"] * 12, *["keep"] * 12)
+    spliced = rehearsed(planned)
+    monkeypatch.setattr(sys.modules["trainfit.rehearsal.rehearse"], "cuts_of", lambda *_: iter(()))
+    assert spliced.phases == rehearsed(planned).phases
+
+
+def test_a_model_that_was_compiled_can_be_built_again_without():
+    model = make_model(workload())
+    before = [vars(block).get("forward") for block in model.layers]
+    build_step(workload(), strategy("keep", "full", "keep"), CPU, max_grad_norm=None, model=model)
+    again = build(workload(), "3*full", model=model)
+    batch = random_batch(workload())
+    assert largest_difference(planned_gradients(again, [batch]), plain_gradients(make_model(workload()), batch)) < 1e-5
+    assert again.compiled is None
+    assert not any("ompiled" in str(vars(block)["forward"].forward) for block in model.layers)
+    build(workload(), model=model)
+    assert [vars(block).get("forward") for block in model.layers] == before
+
+
+@pytest.mark.parametrize("tier", ["pointwise", "attention", "selective", "recompute_mlp"])
+def test_tiers_that_keep_single_operators_are_refused(tier: Tier):
+    with pytest.raises(RecipeError, match=f"activation tier '{tier}' keeps what single operators make"):
+        strategy("keep", tier)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [(Compile(2), "compile.blocks is 2"), (Compile(1, 1.5), "compile.budget is 1.5"), (Compile(1, -1), "budget is -1")],
+)
+def test_settings_out_of_range_are_refused(setting: Compile, words: str):
+    with pytest.raises(RecipeError, match=words):
+        Strategy(1, compile=setting)
+
+
+def test_a_block_that_is_no_single_graph_is_one_line():
+    with pytest.raises(ModelError, match=r"layers.0 cannot be compiled as one graph .*--compile none") as error:
+        rehearse(workload(breaks=True), strategy("keep", "keep", "keep"), this_machine("cpu"))
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    def missing() -> str:
+        raise OSError("no g++")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+    with pytest.raises(DeviceError, match=r"compile needs a C\+\+ compiler, and none was found; install g\+\+"):
+        build_step(workload(), strategy("keep", "keep", "keep"), CPU)
+
+
+def test_evaluation_runs_blocks_as_they_are_written():
+    step = build_step(workload(), strategy("keep", "keep", "keep"), CPU, model=make_model(workload()))
+    step.evaluate(random_batch(workload()))
+    assert graphs_of(step) == 0
