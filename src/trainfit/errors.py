@@ -9,6 +9,7 @@ TrainfitError
 │   ├── DoesNotFitError             no strategy is small enough for the budget
 │   └── ResumeError                 a run folder cannot be resumed from
 ├── RecomputeError (RuntimeError)   a block did not recompute what its forward had saved
+├── OffloadError (RuntimeError)     saved tensors could not be put elsewhere, or did not come back
 ├── SolverError (RuntimeError)      the MILP solver stopped with neither an optimum nor the proof that there is none
 ├── RankError                       one of the processes that measure() starts failed, or all took too long
 └── OtherRankError                  another process of the run stopped, and said why: its exit code
@@ -57,6 +58,10 @@ class ResumeError(InputError):
 
 class RecomputeError(TrainfitError, RuntimeError):
     """A block did not recompute what its forward had saved."""
+
+
+class OffloadError(TrainfitError, RuntimeError):
+    """Saved tensors could not be put into host memory or a file, or did not come back from there."""
 
 
 class SolverError(TrainfitError, RuntimeError):

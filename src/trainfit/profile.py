@@ -20,6 +20,9 @@ Tier = Literal[
     "keep_bf16",
     "keep_int8",
     "keep_fp8",
+    "offload",
+    "offload_pointwise",
+    "offload_full",
 ]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerKind = Literal["adamw", "adafactor"]
@@ -155,6 +158,23 @@ class OptimizerVariant:
     place: Literal["device", "host"] = "device"
     update: Literal["step", "backward"] = "step"
     kernel: Literal["fused", "foreach"] = "fused"
+
+
+OffloadPlace = Literal["host", "disk"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where blocks under an offload tier put what they save.
+
+    place: "host", pinned memory beside the device; "disk", a file without a name.
+    budget_bytes: the most that may be there at once, of each rank; 0 takes what is free.
+    directory: of the file; "" is the system's for temporary files.
+    """
+
+    place: OffloadPlace = "host"
+    budget_bytes: int = 0
+    directory: str = ""
 
 
 @dataclass(frozen=True)
@@ -321,6 +341,7 @@ class Profile:
     collectives: by kind: all_gather, reduce_scatter, all_reduce, send, ...; empty where nobody counted.
     communication_seconds: what the links need for all of them. exposed_communication_seconds: as much of it as no
         computation hides, which is part of step_seconds.
+    offloaded_bytes: the most that saved tensors take in host memory or on disk at once.
     """
 
     peak_bytes: int
@@ -345,6 +366,7 @@ class Profile:
     model_flops: float = 0.0
     peak_flops_per_second: float = 0.0
     compile_seconds: float = 0.0
+    offloaded_bytes: int = 0
 
     @property
     def is_on_host(self) -> bool:

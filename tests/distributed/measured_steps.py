@@ -12,9 +12,11 @@ from trainfit.hardware import accelerator
 from trainfit.profile import Profile
 from trainfit.rehearsal.measure import measure_rank
 from trainfit.step import Strategy, parse_tiers
+from trainfit.techniques import offload
 from trainfit.workload import Workload, workload_from_config
 
 NUM_BLOCKS = 3
+offload.SMALLEST = 256  # else little of so small a model would leave
 # Rows that neither 2 nor 4 ranks divide, so that shards are padded.
 SIZES = {
     "vocab_size": 301,

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from trainfit.errors import DeviceError, ModelError, RankError, RecipeError
 from trainfit.hardware import Accelerator, accelerator, find_device, this_machine
 from trainfit.hardware.ranks import fake_process_group
-from trainfit.profile import Mesh, Profile, TensorParallel, Zero
+from trainfit.profile import Mesh, Offload, Profile, TensorParallel, Zero
 from trainfit.rehearsal import measure, rehearse
 from trainfit.rehearsal.collectives import CollectiveCounter
 from trainfit.rehearsal.processes import run_on_ranks
@@ -31,6 +31,7 @@ STRATEGIES = {
     "optimizer": strategy_of("pointwise", accumulation_steps=3, mesh=TWO, zero=Zero(1)),
     "gradients": strategy_of("full", accumulation_steps=2, mesh=TWO, zero=Zero(2), loss_chunks=4),
     "parameters": strategy_of(mesh=TWO, zero=Zero(3)),
+    "offload": strategy_of("1*offload,2*offload_pointwise", mesh=TWO, zero=Zero(3), offload=Offload("disk")),
     "parameters, full": strategy_of("full", rows=1, accumulation_steps=3, mesh=TWO, zero=Zero(3), loss_chunks=4),
     "reduced once": strategy_of("full", rows=1, accumulation_steps=3, mesh=TWO, zero=Zero(3, gradient_sync="step")),
 }

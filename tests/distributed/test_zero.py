@@ -22,6 +22,8 @@ ON_TWO = [
     *(Case("frozen", stage, 4, "full") for stage in (0, 1, 2, 3)),
     *(Case("lora", stage, 4, "full") for stage in (0, 2, 3)),
     *(Case("tied-5", stage, loss_chunks=chunks) for stage, chunks in ((0, 1), (1, 4), (2, 1), (3, 4))),
+    *(Case("llama", 3, 4, tier) for tier in ("offload", "1*offload_full,1*offload_pointwise")),
+    Case("gpt2", 2, 4, "offload_pointwise"),
     Case("llama", 1, 4, zero=EACH),
     Case("llama", 2, 4, loss_chunks=4, zero=ONCE),
     Case("llama", 3, 4, "pointwise", zero=ONCE),

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from tiny_models import TINY_CONFIGS
 from trainfit.errors import DataError
 from trainfit.hardware import accelerator
-from trainfit.profile import Mesh, Zero
+from trainfit.profile import Mesh, Offload, Zero
 from trainfit.step import Strategy, TrainStep, build_step, parse_tiers
 from trainfit.step.gradient_norm import clip_gradients
+from trainfit.techniques import offload
 from trainfit.workload import (
     IGNORED_LABEL,
     LoRASettings,
@@ -30,6 +31,7 @@ from trainfit.workload import (
 from trainfit.workload.workload import AdamWSettings
 
 CPU = accelerator("cpu")
+offload.SMALLEST = 64  # else nothing of so small a model would leave
 NUM_STEPS, NUM_ROWS, SEQ_LEN, MAX_NORM = 20, 16, 12, 0.5
 # Where a gradient is rounding noise around zero (a key's bias), Adam's update would be noise of full size.
 OPTIMIZER = AdamWSettings(learning_rate=1e-3, eps=1e-5)
@@ -82,6 +84,7 @@ class Case:
             loss_chunks=self.loss_chunks,
             mesh=mesh,
             zero=Zero(self.stage, **dict(self.zero)),
+            offload=Offload("disk") if "offload" in self.tier else Offload(),
         )
 
 

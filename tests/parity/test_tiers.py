@@ -23,7 +23,7 @@ DROPOUT = {
     "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
     "phi3": {"attention_dropout": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
 }
-EXACT = tuple(tier for tier in TIERS if tier not in TIER_ACCURACY)
+EXACT = tuple(tier for tier in TIERS if tier not in TIER_ACCURACY and not tier.startswith("offload"))
 ACTIVATIONS = (
     *EXACT,
     "every:2",

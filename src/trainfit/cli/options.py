@@ -44,6 +44,9 @@ CastOption = Annotated[str | None, typer.Option(metavar="operator|block", help="
 RecomputeAheadOption = Annotated[
     int, typer.Option(metavar="0|1", help="Blocks recomputed beside the backward of the next one.")
 ]
+OffloadOption = Annotated[
+    str | None, typer.Option(metavar="host|disk|disk:FOLDER", help="Where blocks of offload tiers put what they save.")
+]
 DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that run the step together, a process each.")]
 SharingDevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that share the tokens of a step.")]
 MemoryOption = Annotated[
@@ -91,6 +94,7 @@ class StepOptions:
     cast: str | None = None
     recompute_ahead: int = 0
     compile: str | None = None
+    offload: str | None = None
     devices: int = 1
     zero_stage: int = 0
     tensor: int = 1
@@ -154,6 +158,7 @@ _STEP: dict[str, Any] = {
     "cast": CastOption,
     "recompute_ahead": RecomputeAheadOption,
     "compile": CompileOption,
+    "offload": OffloadOption,
 }
 _MESH: dict[str, Any] = {
     "devices": DevicesOption,

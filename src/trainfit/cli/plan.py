@@ -19,6 +19,7 @@ from trainfit.cli.options import (
     JsonOption,
     MemoryOption,
     ModelArgument,
+    OffloadOption,
     OptimizerOption,
     PrecisionOption,
     SeqLenOption,
@@ -75,6 +76,7 @@ def plan(
     optimizer: OptimizerOption = None,
     cast: CastOption = None,
     compile: CompileOption = None,
+    offload: OffloadOption = None,
     may_change: MayChangeOption = None,
     max_grad_norm: MaxGradNormOption = None,
     compare: CompareOption = False,
@@ -105,7 +107,7 @@ def plan(
         recipe = open_recipe(model)
         norm = _norm(max_grad_norm, recipe)
         hardware = find_hardware(device, recipe, devices)
-        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast, compile, norm)
+        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast, compile, offload, norm)
         workload, made = _choose(model, recipe, seq_len, *options, hardware, say)
         rows: tuple[PolicyResult, ...] = ()
         if policies:
@@ -148,6 +150,7 @@ def _choose(
     optimizer: str | None,
     cast: str | None,
     compiled: str | None,
+    offload: str | None,
     max_grad_norm: float | None,
     hardware: Hardware,
     say: Say,
@@ -163,7 +166,7 @@ def _choose(
     )
     from trainfit.plan import Target
     from trainfit.profile import Layout
-    from trainfit.step.strategy_text import parse_compile, parse_variant
+    from trainfit.step.strategy_text import parse_compile, parse_offload, parse_variant
 
     say(f"Building {model}")
     wanted_bytes = parse_bytes(memory) if memory else recipe.memory if recipe else None
@@ -181,6 +184,7 @@ def _choose(
     said: dict[str, Any] = {} if optimizer is None else {"optimizer": parse_variant(optimizer)}
     said |= {} if cast is None else {"cast": cast}
     said |= {} if compiled is None else {"compile": parse_compile(compiled)}
+    said |= {} if offload is None else {"offload": parse_offload(offload)}
     target = replace(target, **said)
     made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=max_grad_norm)
     return workload, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))

@@ -19,10 +19,26 @@ from trainfit.plan.held import choose_held
 from trainfit.plan.per_batch import choose_per_batch
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.plan.space import layout_of
-from trainfit.profile import PRECISIONS, TIER_ACCURACY, AllocatorSettings, LossScale, OptimizerVariant, Precision, Tier
+from trainfit.profile import (
+    PRECISIONS,
+    TIER_ACCURACY,
+    AllocatorSettings,
+    LossScale,
+    Offload,
+    OptimizerVariant,
+    Precision,
+    Tier,
+)
 from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
-from trainfit.step.strategy_text import describe_strategy, describe_variant, format_tiers, parse_compile, parse_variant
+from trainfit.step.strategy_text import (
+    describe_strategy,
+    describe_variant,
+    format_tiers,
+    parse_compile,
+    parse_offload,
+    parse_variant,
+)
 from trainfit.techniques.chunked_loss import auto_chunks
 from trainfit.techniques.pipeline_cut import divide
 from trainfit.train import Recipe, load_recipe, recipe_workload
@@ -151,10 +167,18 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
         allocator=AllocatorSettings() if recipe is None or recipe.allocator is None else recipe.allocator.settings(),
         recompute_ahead=options.recompute_ahead,
         compile=parse_compile(options.compile or (recipe.compile if recipe is not None else "none")),
+        offload=_offload(options, recipe),
     )
     if variant.update == "backward":
         return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))
     return Setup(workload, strategy, notes=(*notes, *chunk_notes))
+
+
+def _offload(options: StepOptions, recipe: Recipe | None) -> Offload:
+    """Where the options, else the recipe, let blocks put what they save."""
+    if options.offload is not None:
+        return parse_offload(options.offload)
+    return Offload() if recipe is None or recipe.offload is None else recipe.offload.settings()
 
 
 def _tiers(options: StepOptions, workload: Workload) -> tuple[Tier, ...]:
@@ -181,6 +205,7 @@ def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         None if recipe.allocator is None else recipe.allocator.settings(),
         recompute_ahead=recipe.recompute_ahead,
         compile=parse_compile(recipe.compile),
+        offload=None if recipe.offload is None else recipe.offload.settings(),
     )
     return target, notes
 

@@ -124,6 +124,11 @@ class Draft:
         """All of them, with one for every setting that differs from trainfit's default and was not dealt with."""
         rest = [f"{name} {value}: {system} has no setting for it" for name, value in self.left_out()]
         takes, asked = self.job.strategy.sequences_per_step, self.job.sequences
+        if self.job.tiers.offloads:
+            rest.append(
+                f"tiers {self.job.tiers.text}: saved tensors leave the device here and stay there in {system}, where "
+                "blocks that recompute keep their inputs: it needs more memory than the plan"
+            )
         full = [f"batch: {takes} sequences a step, not {asked}: every micro batch of a rank is full"]
         return (*(full if asked not in (None, takes) else ()), *self._notes, *rest)
 

@@ -31,6 +31,11 @@ class Tiers:
         return sum(tier != "keep" for tier in self.names)
 
     @property
+    def offloads(self) -> bool:
+        """Whether some block's saved tensors leave the device."""
+        return any(tier.startswith("offload") for tier in self.names)
+
+    @property
     def keeps_all(self) -> bool:
         return self.recomputed == 0
 

@@ -38,6 +38,8 @@ _ATTENTION_BACKWARD = Figure(0.5, "assumed: FlashAttention-2 on A100, up to 63 %
 LINK_LATENCY = Figure(3.4e-6, "NCCL's tuning model: a ring's step over NVLink, simple protocol", "medium")
 _NETWORK_LATENCY = Figure(14e-6, "NCCL's tuning model: a ring's step over the network, simple protocol", "medium")
 CALL_LATENCY = Figure(8.4e-6, "NCCL's tuning model: base of a ring, simple protocol", "medium")
+_HOST_LINK = Figure(25e9, "assumed: PCIe 4.0 x16, of whose 31.5 GB/s copies from pinned memory reach 24 to 26", "low")
+_DISK = Figure(1e9, "assumed: writes to an NVMe drive that outlast its cache, 1 to 3 GB/s", "low")
 _HOST_MEMORY = Figure(
     50e9, "assumed: a server's fused AdamW on many cores, copies to and from the device beside it", "low"
 )
@@ -62,6 +64,7 @@ class DeviceSpec:
     call_latency, link_latency, network_latency: seconds of a collective by being called, and of each step of its ring
         within a node and between nodes.
     host_bandwidth: bytes a second that an update in host memory goes through.
+    host_link: bytes a second between the device and pinned host memory, one direction. disk: to and from a file.
     calibration: what was measured on this very device, which goes before the figures above.
     """
 
@@ -85,6 +88,8 @@ class DeviceSpec:
     link_latency: Figure = LINK_LATENCY
     network_latency: Figure = _NETWORK_LATENCY
     host_bandwidth: Figure = _HOST_MEMORY
+    host_link: Figure = _HOST_LINK
+    disk: Figure = _DISK
     calibration: Calibration | None = field(default=None, hash=False, repr=False)
 
     @property

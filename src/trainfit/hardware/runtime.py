@@ -77,6 +77,7 @@ class Accelerator:
         self.device = device
         self.kind = kind
         self._rehearses = rehearses or kind
+        self.is_rehearsed = rehearses is not None
         self._module = module
         self._backend = _BACKENDS[kind]
         self.memory: MemoryMeter = HostMemory() if module is None else DeviceMemory(device, module)
@@ -186,6 +187,21 @@ class Accelerator:
             return lambda: None
         wait: Callable[[], None] = stream.record_event().synchronize
         return wait
+
+    def copy_beside(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copies on a stream from new_stream(), after what the current one is given by now. An event for wait_event().
+
+        Both tensors' memory must stay theirs until the current stream has waited for the event.
+        """
+        self.stream_waits(stream)
+        with self.stream(stream):
+            destination.copy_(source, non_blocking=True)
+        return None if stream is None else stream.record_event()
+
+    def wait_event(self, event: Any) -> None:
+        """The current stream goes on when an event of copy_beside() has come."""
+        if event is not None:
+            self.current_stream().wait_event(event)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor in host memory that the device copies to and from while the host goes on.

@@ -19,7 +19,7 @@ from trainfit.plan.plan import Plan
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.plan.reasons import states_bytes
 from trainfit.plan.target import Target
-from trainfit.profile import AllocatorSettings, Layout, Profile
+from trainfit.profile import AllocatorSettings, Layout, Offload, Profile
 from trainfit.step import Strategy, prepare
 from trainfit.step.strategy_text import describe_strategy
 from trainfit.techniques.chunked_loss import auto_chunks
@@ -204,6 +204,7 @@ class Setting:
             tensor=layout.tensor,
             pipeline=layout.pipeline,
             allocator=target.allocator or AllocatorSettings(),
+            offload=target.offload or Offload(),
         )
 
     def auto_chunks(self, tokens: int) -> int:

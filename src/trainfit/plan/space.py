@@ -9,7 +9,7 @@ from typing import Any
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.target import Target
-from trainfit.profile import AllocatorSettings, Layout, Tier
+from trainfit.profile import AllocatorSettings, Layout, Offload, Tier
 from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.step.strategy import Strategy
 from trainfit.techniques import TECHNIQUES
@@ -60,6 +60,7 @@ def asked_of(workload: Workload, hardware: Hardware, target: Target, facts: Mode
         "frozen_weights": target.frozen_weights,
         "recompute_ahead": target.recompute_ahead or 0,
         "compile": target.compile,
+        "offload": target.offload or Offload(),
     }
     return Asked(workload, hardware, settings, target.may_change, clips, facts.can_chunk, facts.dim)
 

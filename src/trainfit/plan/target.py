@@ -17,6 +17,7 @@ from trainfit.profile import (
     Layout,
     LossScale,
     Mesh,
+    Offload,
     OptimizerVariant,
     Pipeline,
     Precision,
@@ -44,6 +45,7 @@ class Target:
         "compile" allows compiled blocks.
     allocator: its settings; None lets a plan choose expandable segments where they make it fit.
     recompute_ahead: see Strategy; None lets a plan try it on its best.
+    offload: where blocks may put what they save; None keeps it on the device.
     layouts: every arrangement of the devices that may be taken, all that techniques find where there are none;
         tokens_per_step are those of all ranks.
     Raises RecipeError for sizes below one and for words that are not known.
@@ -62,6 +64,7 @@ class Target:
     allocator: AllocatorSettings | None = None
     recompute_ahead: int | None = None
     compile: Compile = Compile()
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):
@@ -107,6 +110,12 @@ class Target:
         )
         loss_scale = data["loss_scale"] and LossScale(**data["loss_scale"])
         allocator = data.get("allocator") and AllocatorSettings(**data["allocator"])
-        parts = {"allocator": allocator, "optimizer": OptimizerVariant(**data["optimizer"]), "loss_scale": loss_scale}
+        offload = data.get("offload") and Offload(**data["offload"])
+        parts = {
+            "allocator": allocator,
+            "offload": offload,
+            "optimizer": OptimizerVariant(**data["optimizer"]),
+            "loss_scale": loss_scale,
+        }
         parts["compile"] = Compile(**data.get("compile", {}))
         return cls(**{**data, **parts, "may_change": frozenset(data["may_change"]), "layouts": layouts})

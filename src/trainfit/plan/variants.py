@@ -43,7 +43,7 @@ class Tracers:
         asked = self.target.optimizer
         traced = asked if is_half == (asked.weights != "fp32") else OptimizerVariant(weights="bf16_residual")
         if (key := (traced, compiled)) not in self._made:
-            tiers = searched_tiers(self.hardware, self.target.may_change)
+            tiers = searched_tiers(self.hardware, self.target.may_change, self.target.offload)
             self._made[key] = Tracer(
                 self.workload,
                 self.hardware,
@@ -53,6 +53,7 @@ class Tracers:
                 cast=self.target.cast if not is_half else "operator",
                 tiers=[tier for tier in tiers if tier in COMPILED_TIERS] if compiled.blocks else tiers,
                 compiled=compiled,
+                offload=self.target.offload,
             )
         return self._made[key]
 

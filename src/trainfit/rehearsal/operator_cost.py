@@ -14,6 +14,7 @@ from trainfit.hardware.calibration import Calibration
 from trainfit.hardware.microbenchmarks import NEAR_BYTES
 from trainfit.hardware.overheads import part_of_step, touched_bytes
 from trainfit.hardware.runtime import PRECISION_OF
+from trainfit.hardware.transfers import TransferPlace
 from trainfit.profile import Precision
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.flops import ATTENTION, kernel_flops
@@ -75,7 +76,8 @@ class OperatorCost:
 
     flops_per_second by precision, as large matmuls really reach; bytes_per_second of memory, as element-wise kernels
     reach; launch_seconds per operator. attention: the shares of flops_per_second that its forward and backward reach.
-    host_bytes_per_second: what an update in host memory goes through.
+    host_bytes_per_second: what an update in host memory goes through. transfer_bytes_per_second: what copies beside
+    computation go through, by where they go.
     calibration: measured seconds, which go before all these. runs_ahead: the host launches operators while the device
     still computes earlier ones, so that only the longer of the two counts.
     """
@@ -85,6 +87,7 @@ class OperatorCost:
     launch_seconds: float
     attention: tuple[float, float] = (1.0, 1.0)
     host_bytes_per_second: float = 50e9
+    transfer_bytes_per_second: Mapping[TransferPlace, float] = field(default_factory=dict)
     calibration: Calibration | None = None
     runs_ahead: bool = True
     _known: dict[Any, tuple[OperatorTime, int]] = field(default_factory=dict, repr=False, compare=False)

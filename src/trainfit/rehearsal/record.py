@@ -10,7 +10,7 @@ from trainfit.rehearsal.collectives import tally
 from trainfit.rehearsal.course import course_of, last_forward
 from trainfit.rehearsal.events import Entry, Event, in_place_additions, replay
 from trainfit.rehearsal.replay import START
-from trainfit.rehearsal.timeline import StepClock
+from trainfit.rehearsal.timeline import TRANSFERS, StepClock
 
 
 @dataclass
@@ -59,8 +59,22 @@ class StepRecord:
             collectives=collectives,
             communication_seconds=sum(each.seconds for each in collectives.values()),
             exposed_communication_seconds=total.exposed,
+            offloaded_bytes=self._offloaded(),
             timeline=self._course(events, 0 if follow_all else last_forward(events, peak.total)),
         )
+
+    def _offloaded(self) -> int:
+        """The most that copies beside computation had taken away and not brought back."""
+        sizes: dict[int, int] = {}
+        away = most = 0
+        for entry in self.log:
+            if isinstance(entry, Event):
+                sizes[entry.storage] = max(sizes.get(entry.storage, 0), entry.num_bytes)
+            elif entry.operator in TRANSFERS[:2]:
+                signed = 1 if entry.operator == TRANSFERS[0] else -1
+                away += signed * sum(sizes[storage] for storage in entry.touched)
+                most = max(most, away)
+        return most
 
     def _categories(self, events: Sequence[Event], position: int) -> dict[Category, int]:
         """Live bytes at the peak, by what each storage is or became."""

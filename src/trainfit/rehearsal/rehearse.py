@@ -31,6 +31,7 @@ from trainfit.rehearsal.watched import Watched
 from trainfit.rehearsal.whereabouts import places_of
 from trainfit.rehearsal.workspaces import library_bytes
 from trainfit.step import Strategy, TrainStep, build_step
+from trainfit.techniques.offload import OFFLOADED
 from trainfit.techniques.optimizer import states_on_device
 from trainfit.techniques.pipeline_cut import divide
 from trainfit.workload import Workload
@@ -115,6 +116,8 @@ def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
     # The first block of a model is given sequences that are split already, and shifts what it hands on.
     # A block that recomputes the one before it reads what the one before that returned.
     near = max(1, strategy.zero.prefetch if mesh.data > 1 else 1) + strategy.tensor.sequence + strategy.recompute_ahead
+    # What comes back for a block is asked for before the next one's backward has begun.
+    near += any(tier in OFFLOADED for tier in strategy.tiers)
     for reach in (near, near + 1):
         if (cut := cut_of(kinds, stages, own, reach)) is None:
             continue
@@ -333,6 +336,7 @@ def operator_cost(hardware: Hardware) -> OperatorCost:
         launch_seconds=spec.launch_seconds.value,
         attention=(spec.attention_forward.value, spec.attention_backward.value),
         host_bytes_per_second=spec.host_bandwidth.value,
+        transfer_bytes_per_second={"host": spec.host_link.value, "disk": spec.disk.value},
         calibration=spec.calibration,
         runs_ahead=not hardware.is_host,
     )

@@ -10,6 +10,11 @@ A host runs ahead of its device, so a gather that FSDP issues before a block beg
 queue since the last gathered parameters were copied out, which frees its buffer: it starts then, not at its call.
 All that computation waits is exposed. A CPU has one stream for both: there everything is. A recompute that runs beside
 has a clock of its own, see NOTE [ Two streams share one device ] in beside.py.
+
+NOTE [ Copies beside computation ]
+What blocks offload goes over a link of its own, to the host or a disk, one copy after another in the order in which
+they were begun. A copy begins when it is called at the earliest, since it waits for what computation does until then.
+Computation waits for one where the step says so. A CPU has a thread for it, so it overlaps there too.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import Bound
 
 _COPY_OUT, _COPY_IN, _FSDP_GATHER = "fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "c10d::_allgather_base_"
+TRANSFERS = ("offload::out", "offload::back", "offload::wait")
 _REDUCTIONS = frozenset({"reduce_scatter", "all_reduce", "reduce"})
 
 
@@ -38,6 +44,8 @@ class Timeline:
     _copied_out: float = 0.0
     _needed: dict[int, float] = field(default_factory=dict)  # storage: when it is there
     _reduced: float = 0.0  # when the last reduce-scatter is done
+    _copying: float = 0.0  # when the last copy beside computation is done
+    _copied: dict[int, float] = field(default_factory=dict)  # storage: when its copy is done
     _pending: float = 0.0  # when all are done that nobody waits for before backward ends
 
     def runs(self, operator: str, storages: Iterable[int], seconds: float) -> float:
@@ -79,6 +87,14 @@ class Timeline:
         """Computation waits for what runs beside it. Returns the seconds that neither computes."""
         return self._waits_for(self.side.ends)
 
+    def transfers(self, operator: str, storages: Iterable[int], seconds: float) -> float:
+        """A copy beside computation is begun or waited for. Returns the seconds that computation waits."""
+        if operator == "offload::wait":
+            return sum(self._wait(self._copied.pop(storage, 0.0)) for storage in storages)
+        self._copying = max(self._copying, self.compute) + seconds
+        self._copied.update(dict.fromkeys(storages, self._copying))
+        return 0.0
+
     def finish(self) -> float:
         """Backward has ended: wait for everything. Returns the seconds."""
         self._needed.clear()
@@ -115,11 +131,12 @@ class Tally:
 class StepClock:
     """Seconds and collectives of a step, a tally for each micro batch and one for the optimizer.
 
-    links: between the devices; None where they are not known, so that collectives take no time.
+    links: between the devices; None where they are not known, so that collectives take no time. copies: whether those
+    beside computation take time.
     """
 
-    def __init__(self, *, links: Links | None = None, overlaps: bool = True) -> None:
-        self.links = links
+    def __init__(self, *, links: Links | None = None, overlaps: bool = True, copies: bool = True) -> None:
+        self.links, self.copies = links, copies
         self.tallies = [Tally()]
         self._timeline = Timeline(overlaps)
         self._waits_for: Bound = "link"  # what the collectives that are under way are bound by
@@ -137,6 +154,12 @@ class StepClock:
                 self._goes_beside(phase, entry)
             elif entry.call is not None:
                 self._communicates(phase, entry.operator, entry.call, entry.touched)
+            elif entry.operator in TRANSFERS:
+                if not self.copies:
+                    continue
+                waited = self._timeline.transfers(entry.operator, entry.touched, entry.seconds)
+                self.tallies[-1].seconds[phase] += waited
+                self.tallies[-1].add("host", waited)
             else:
                 self._wait(phase, self._timeline.runs(entry.operator, entry.touched, entry.seconds))
                 tally = self.tallies[-1]

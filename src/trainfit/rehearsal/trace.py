@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from trainfit.profile import (
     Compile,
     FrozenStorage,
     Mesh,
+    Offload,
     OptimizerVariant,
     Precision,
     ShellTrace,
@@ -36,20 +37,49 @@ from trainfit.rehearsal.cut_off import (
     put_back,
     tensors_in,
 )
+from trainfit.rehearsal.events import Entry, Event
 from trainfit.rehearsal.model_trace import ModelFacts, ModelTrace
 from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors, model_errors, new_tracker, operator_cost
 from trainfit.rehearsal.shorten import shortened
+from trainfit.rehearsal.timeline import TRANSFERS, StepClock
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
-from trainfit.techniques.activation import forget_recompute, recompute_block
+from trainfit.techniques.activation import forget_recompute, offload_block, recompute_block
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
 from trainfit.techniques.compiled import Graphs, compile_block, forget_compile
 from trainfit.techniques.compression import CompressionPlan
 from trainfit.techniques.frozen_weights import FrozenWeights
+from trainfit.techniques.offload import OFFLOADED, Stash, new_stash
 from trainfit.techniques.optimizer import OptimizerStates, states_on_device
 from trainfit.techniques.tensor_parallel import TensorSplit
 from trainfit.workload import MicroBatch, Workload, run_model
+
+
+class _Sent(NamedTuple):
+    """What a block sends away: bytes, those of its inputs among them, and seconds one way.
+
+    NOTE [ Blocks alike in a row ]
+    A block that offloads is traced as one of several in a row. Then what the block before sent is still there in its
+    forward, and comes back in its backward, which must last as long as the copies take. Its input goes too; blocks
+    before it have counted that as their output.
+    """
+
+    num_bytes: int
+    inputs: int
+    seconds: float
+
+
+def _sent(log: Iterable[Entry], inputs: set[int]) -> _Sent:
+    sizes: dict[int, int] = {}
+    seconds, sent = 0.0, set[int]()
+    for entry in log:
+        if isinstance(entry, Event):
+            sizes[entry.storage] = max(sizes.get(entry.storage, 0), entry.num_bytes)
+        elif entry.operator == TRANSFERS[0]:
+            seconds += entry.seconds
+            sent.update(entry.touched)
+    return _Sent(sum(sizes[each] for each in sent), sum(sizes[each] for each in sent & inputs), seconds)
 
 
 class Tracer:
@@ -65,16 +95,23 @@ class Tracer:
         precision: Precision = "fp32",
         cast: Cast = "operator",
         tiers: Sequence[Tier] = SEARCH_TIERS,
+        offload: Offload | None = None,
         split: tuple[Ranks, TensorParallel] | None = None,
         compiled: Compile = Compile(),
     ) -> None:
         """frozen_weights: how they are kept where the compute dtype is `precision`. cast: see Strategy.
 
-        tiers: those that are traced. compiled: how blocks are. split: over which tensor ranks, and how; see
-        split_trace().
+        tiers: those that are traced. compiled: how blocks are. offload: where some of the tiers send what they save.
+        split: over which tensor ranks, and how; see split_trace().
         """
-        self._settings = {"frozen_weights": frozen_weights, "precision": precision, "cast": cast, "tiers": tiers}
-        self._compiled = compiled
+        self._compiled, self._offload = compiled, offload or Offload()
+        self._settings: dict[str, Any] = {
+            "frozen_weights": frozen_weights,
+            "precision": precision,
+            "cast": cast,
+            "tiers": tiers,
+            "offload": self._offload,
+        }
         self._graphs: dict[tuple[Any, ...], Graphs] = {}  # by what would make them be compiled once more
         self.tiers = tuple(tiers)
         self._is_split = split is not None
@@ -170,7 +207,7 @@ class Tracer:
                 return None
             short = shortened(self.workload, [0, *sorted(inner.values()), len(structures) - 1]) or self.workload
             with fake_ranks(Mesh(tensor=size), 0, self.hardware) as ranks:
-                part = Tracer(short, self.hardware, self.variant, split=(ranks, setting), **self._settings)  # type: ignore[arg-type]
+                part = Tracer(short, self.hardware, self.variant, split=(ranks, setting), **self._settings)
                 self._traces[key] = part.trace(micro_batch_size, precision, chunks, accumulates=accumulates)
         return self._traces[key]
 
@@ -310,8 +347,12 @@ class Tracer:
         self, block: nn.Module, tier: Tier, precision: Precision, inputs: Any, micro_batch_size: int
     ) -> BlockTrace:
         before = vars(block).get("forward")
+        accelerator = self._build.accelerator
+        stash = new_stash(self._offload, accelerator) if tier in OFFLOADED else None
         if tier != "keep":
-            recompute_block(block, tier, self._build.accelerator)
+            recompute_block(block, tier, accelerator, stash=stash)
+        if stash is not None:
+            offload_block(block, tier, stash)
         if self._compiled.blocks:
             key = micro_batch_size, precision
             if key not in self._graphs:
@@ -319,7 +360,7 @@ class Tracer:
             compile_block(block, self._graphs[key])
         try:
             args, kwargs = leaves_of(inputs, carries=self._carries)
-            trace = self._trace_call(lambda: block(*args, **kwargs), tensors_in((args, kwargs)), precision)
+            trace = self._trace_call(lambda: block(*args, **kwargs), tensors_in((args, kwargs)), precision, stash)
             if isinstance(plan := vars(block).get("forward"), CompressionPlan) and plan.frees_input:
                 # Here the input lives on, as what the block before it left; there nobody would hold it.
                 hidden = hidden_of(inputs)
@@ -332,7 +373,9 @@ class Tracer:
             put_back(block, before)
             self._reset_gradients()
 
-    def _trace_call(self, call: Any, inputs: list[Tensor], precision: Precision) -> BlockTrace:
+    def _trace_call(
+        self, call: Any, inputs: list[Tensor], precision: Precision, stash: Stash | None = None
+    ) -> BlockTrace:
         tracker = self._tracker()
         tracker.register(inputs, "activations")
         start = tracker.live_bytes()
@@ -342,6 +385,8 @@ class Tracer:
             self._tuples = isinstance(output, tuple)
             output = output[0] if isinstance(output, tuple) else output
             forward_peak = tracker.peak_bytes()
+            if stash is not None:
+                stash.leave()
             after_forward = tracker.live_bytes()
             end = GradientSource.apply(output)  # type: ignore[no-untyped-call]
             del output
@@ -351,13 +396,17 @@ class Tracer:
                 end.backward()
             backward_peak = tracker.peak_bytes(since=middle)
         gradients = self._left_by(self._build.model.parameters())
+        clock = StepClock(copies=False)
+        clock.plays(tracker.log)
+        seconds = clock.total().seconds
+        sent = _sent(tracker.log, {tracker.number_of(tensor) for tensor in inputs})
         return BlockTrace(
-            saved_bytes=after_forward - start,
-            forward_peak_bytes=forward_peak - start,
-            backward_peak_bytes=backward_peak - before_backward,
+            saved_bytes=after_forward - start - sent.inputs,
+            forward_peak_bytes=forward_peak - start + sent.num_bytes,
+            backward_peak_bytes=backward_peak - before_backward + sent.num_bytes,
             gradient_bytes=gradients,
-            forward_seconds=tracker.seconds["forward"],
-            backward_seconds=tracker.seconds["backward"],
+            forward_seconds=max(seconds["forward"], sent.seconds),
+            backward_seconds=max(seconds["backward"], sent.seconds),
         )
 
     def _trace_shell(self, micro_batch_size: int, precision: Precision, chunks: int) -> ShellTrace:

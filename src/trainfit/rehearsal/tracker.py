@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from trainfit.hardware import Kind
 from trainfit.hardware.host_scope import is_on_host
 from trainfit.hardware.runtime import RehearsedStream
+from trainfit.hardware.transfers import Transfer, TransferPlace, watching_transfers
 from trainfit.profile import Category, Phase, Profile
 from trainfit.rehearsal.collectives import call_of
 from trainfit.rehearsal.events import JOIN, SHELL, Entry, Event, Work, in_place_additions, replay
@@ -99,6 +100,7 @@ class StorageTracker(TorchDispatchMode):
         outside = ExitStack()
         outside.enter_context(_replaced(torch.UntypedStorage, "resize_", self._following_resize()))
         outside.enter_context(_replaced(torch.cpu.Stream, "wait_stream", self._following_waits()))
+        outside.enter_context(watching_transfers(self._transfers))
         outside.enter_context(_replaced(ShardingPropagator, "_fake_mode_lock", _LookingAway(self)))
         for name, fused in FUSED[self.kind].items():
             outside.enter_context(_replaced(torch.nn.functional, name, fused))
@@ -294,6 +296,17 @@ class StorageTracker(TorchDispatchMode):
             self.log.append(Work(self.phase, name, time.seconds, time.bound, place=where, owner=owners[0]))
         return output
 
+    def _transfers(self, what: Transfer, tensor: Tensor, place: TransferPlace) -> None:
+        """A copy beside computation begins, or is waited for: see NOTE [ Copies beside computation ] in timeline.py."""
+        if self.cost is None:
+            return
+        storage, where = self._track(tensor.untyped_storage()), self.whereabouts.place
+        seconds = 0.0
+        if what != "wait":
+            self.log.append(Work(self.phase, "offload::begin", self.cost.launch_seconds, "launch", place=where))
+            seconds = tensor.nbytes / self.cost.transfer_bytes_per_second[place]
+        self.log.append(Work(self.phase, f"offload::{what}", seconds, "host", touched=(storage,), place=where))
+
     def _name_by_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See NOTE [ What FSDP does outside of operators ]."""
         for argument, category in _NAMES_BY_USE.get(self._operator, ()):
@@ -347,6 +360,10 @@ class StorageTracker(TorchDispatchMode):
             return None
         entry = self._live.get(first.untyped_storage()._cdata)
         return None if entry is None else entry[0]
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Of its storage in the log."""
+        return self._track(local_tensor(tensor).untyped_storage())
 
     def live_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes, _ in self._live.values())

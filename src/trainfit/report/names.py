@@ -28,4 +28,7 @@ TIER_WORDS: Mapping[str, tuple[str, str]] = {
     "recompute_core": ("all but what attention saves inside", "scaled dot product attention"),
     "recompute_attention": ("all but what the attention module saves", "the attention module"),
     "recompute_mlp": ("all but what the mlp module saves", "the mlp module"),
+    "offload": ("nothing: all that autograd saves is elsewhere", "nothing"),
+    "offload_pointwise": ("nothing: what pointwise keeps is elsewhere", "as pointwise"),
+    "offload_full": ("nothing: the input is elsewhere", "everything"),
 }

@@ -19,6 +19,7 @@ from trainfit.profile import (
     FrozenStorage,
     LossScale,
     Mesh,
+    Offload,
     OptimizerVariant,
     Pipeline,
     Precision,
@@ -31,6 +32,7 @@ from trainfit.step.strategy_rules import (
     check_allocator,
     check_casts,
     check_compile,
+    check_offload,
     check_optimizer,
     check_pipeline,
     check_recompute_ahead,
@@ -47,6 +49,7 @@ _PARTS: Mapping[str, Callable[..., Any]] = {
     "pipeline": Pipeline,
     "allocator": AllocatorSettings,
     "compile": Compile,
+    "offload": Offload,
 }
 
 
@@ -74,6 +77,7 @@ class Strategy:
     micro_batch_tokens: that a micro batch of sequences of several lengths may have, padding included, if it is more
         than one sequence; 0 stands for micro_batch_size sequences of the full length.
     compile: which blocks are compiled.
+    offload: where blocks under an offload tier put what they save.
     """
 
     micro_batch_size: int
@@ -94,6 +98,7 @@ class Strategy:
     tier_table: tuple[TokenBucket, ...] = ()
     micro_batch_tokens: int = 0
     compile: Compile = Compile()
+    offload: Offload = Offload()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -126,6 +131,7 @@ class Strategy:
         check_recompute_ahead(self)
         check_table(self)
         check_compile(self)
+        check_offload(self.offload)
 
     @property
     def sequences_per_step(self) -> int:

@@ -17,6 +17,7 @@ from trainfit.profile import (
     WEIGHT_STORAGES,
     AllocatorSettings,
     Mesh,
+    Offload,
     OptimizerVariant,
     Pipeline,
     Precision,
@@ -219,6 +220,8 @@ def check_table(strategy: Strategy) -> None:
             )
         if unknown := sorted(set(row.tiers) - set(TIERS)):
             raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
+        if away := [tier for tier in row.tiers if tier.startswith("offload")]:
+            raise RecipeError(f"a tier_table cannot have {away[0]}; leave offload out of the recipe, or per_batch")
     if strategy.mesh.pipeline > 1:
         raise RecipeError(
             f"a tier_table does not work with mesh.pipeline {strategy.mesh.pipeline}: its stages take micro batches of "
@@ -260,6 +263,18 @@ def check_compile(strategy: Strategy) -> None:
         )
 
 
+def check_offload(offload: Offload) -> None:
+    if offload.place not in ("host", "disk"):
+        raise RecipeError(f"offload.place is {offload.place!r}; it is host or disk")
+    if type(offload.budget_bytes) is not int or offload.budget_bytes < 0:
+        raise RecipeError(f"offload.budget_bytes is {offload.budget_bytes!r}; give bytes, or 0 for what is free")
+    if offload.directory and offload.place != "disk":
+        raise RecipeError(
+            f"offload.directory {offload.directory} is for offload.place disk, and it is {offload.place}; set "
+            "offload.place: disk, or leave the directory out"
+        )
+
+
 def settings_without_effect(strategy: Strategy) -> list[str]:
     """A line for each setting that changes nothing, with the reason.
 
@@ -276,6 +291,9 @@ def settings_without_effect(strategy: Strategy) -> list[str]:
         lines += _changed("zero", zero, Zero(), ("gradient_sync", "prefetch", "reduce_dtype"), why)
     if mesh.pipeline == 1:
         lines += _changed("pipeline", pipeline, Pipeline(), ("schedule", "stages_per_rank"), "mesh.pipeline is 1")
+    if not any(tier.startswith("offload") for tier in strategy.tiers):
+        why = "no block has an offload tier"
+        lines += _changed("offload", strategy.offload, Offload(), ("place", "budget_bytes"), why)
     return lines
 
 

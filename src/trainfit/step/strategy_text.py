@@ -9,8 +9,9 @@ from difflib import get_close_matches
 from itertools import groupby
 
 from trainfit.errors import RecipeError
-from trainfit.profile import MESH_DIMS, TIERS, AllocatorSettings, Compile, OptimizerVariant, Tier
+from trainfit.profile import MESH_DIMS, TIERS, AllocatorSettings, Compile, Offload, OptimizerVariant, Tier
 from trainfit.step.strategy import Strategy
+from trainfit.units import format_bytes
 
 
 def describe_strategy(strategy: Strategy) -> str:
@@ -28,8 +29,16 @@ def describe_strategy(strategy: Strategy) -> str:
     variant = describe_variant(strategy.optimizer)
     allocator = describe_allocator(strategy.allocator)
     compiled = describe_compile(strategy.compile)
-    what = [tiers, *ahead, *compiled, chunks, precision]
+    what = [tiers, *ahead, *compiled, chunks, precision, *describe_offload(strategy)]
     return ", ".join([size, *what, *frozen, *variant, *describe_mesh(strategy), *allocator])
+
+
+def describe_offload(strategy: Strategy) -> list[str]:
+    """Where offload tiers put what they save; nothing where there are none."""
+    if not any(tier.startswith("offload") for tier in strategy.tiers):
+        return []
+    place, budget = strategy.offload.place, strategy.offload.budget_bytes
+    return [f"offload to {place}" + (f" up to {format_bytes(budget)}" if budget else "")]
 
 
 def describe_allocator(settings: AllocatorSettings) -> list[str]:
@@ -87,6 +96,14 @@ def describe_mesh(strategy: Strategy) -> list[str]:
         stages = strategy.pipeline.stages_per_rank
         words.append(strategy.pipeline.schedule + (f" with {stages} stages a rank" if stages > 1 else ""))
     return words
+
+
+def parse_offload(text: str) -> Offload:
+    """From "host", "disk" or "disk:/scratch". Raises RecipeError for anything else."""
+    place, _, directory = text.partition(":")
+    if place not in ("host", "disk") or (directory and place == "host"):
+        raise RecipeError(f"offload {text!r} is not understood; give host, disk, or disk:FOLDER")
+    return Offload(place, directory=directory)  # type: ignore[arg-type]
 
 
 def parse_variant(text: str) -> OptimizerVariant:

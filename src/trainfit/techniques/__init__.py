@@ -7,6 +7,7 @@ from trainfit.techniques.chunked_loss import ChunkedLoss
 from trainfit.techniques.compiled import CompiledBlocks
 from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.loss_scaling import LossScaling
+from trainfit.techniques.offload import Offloading
 from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.techniques.pipeline import PipelineStages
 from trainfit.techniques.precision import MixedPrecision
@@ -20,6 +21,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     PipelineStages(),
     TensorSplit(),
     BlockCasts(),
+    Offloading(),
     ActivationTiers(),
     TierTable(),
     CompiledBlocks(),

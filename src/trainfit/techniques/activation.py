@@ -19,6 +19,12 @@ keep_bf16  fp32 as bf16
 keep_int8  8 bits a number, and a scale for each 128
 keep_fp8   the same with floating point codes
 
+These send what is saved away, to pinned host memory or a disk, and fetch it in time for backward; see offload.py:
+
+offload            what plain autograd saves
+offload_pointwise  what pointwise keeps
+offload_full       the block's input
+
 What recomputes also keeps what a router chose and what a private generator drew, since neither comes back by running
 the block again. Embedding and head are never recomputed.
 """
@@ -36,14 +42,16 @@ from torch import Tensor, nn
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Hardware
-from trainfit.profile import SEARCH_TIERS, Tier
+from trainfit.profile import SEARCH_TIERS, Offload, Tier
 from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.compression import COMPRESSED, CompressionPlan
 from trainfit.techniques.kept_outputs import KeepRules, Rule
+from trainfit.techniques.offload import OFFLOADED, BlockOffload, Stash, new_stash, notes_on
 from trainfit.techniques.parts import CoreForward, parts_of, run_attention
 from trainfit.techniques.recompute import RecomputePlan
 from trainfit.techniques.switched import SwitchedForward
 
+_FORWARDS = RecomputePlan | CoreForward | SwitchedForward | CompressionPlan | BlockOffload
 SEARCHED: tuple[Tier, ...] = ("pointwise", "attention", "full")  # those of the first list that recompute
 
 _MATMULS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
@@ -128,10 +136,16 @@ def routing_rules() -> KeepRules:
     return _overloads(_ROUTING, _decides)
 
 
-def searched_tiers(hardware: Hardware, may_change: frozenset[str]) -> tuple[Tier, ...]:
-    """What a search may give a block on such hardware; may_change: see Target."""
+def searched_tiers(hardware: Hardware, may_change: frozenset[str], offload: Offload | None = None) -> tuple[Tier, ...]:
+    """What a search may give a block on such hardware; may_change, offload: see Target.
+
+    What blocks send away takes memory of the host or a disk, of which a plan knows nothing: only where it was asked
+    for, and the host's only beside a device.
+    """
     # fp8 takes as many bytes as int8, is less exact and slower: it wins nowhere.
-    return SEARCH_TIERS + (("keep_bf16", "keep_int8") if "activations" in may_change else ())
+    fewer_bits: tuple[Tier, ...] = ("keep_bf16", "keep_int8") if "activations" in may_change else ()
+    leaves = offload is not None and not (hardware.is_host and offload.place == "host")
+    return (*SEARCH_TIERS, *fewer_bits, *(OFFLOADED if leaves else ()))
 
 
 class ActivationTiers:
@@ -152,16 +166,37 @@ class ActivationTiers:
         tiers = dict(zip(names, setting))
         for block in build.blocks:
             forget_recompute(block)
-        for name, block in zip(build.anatomy.blocks, build.blocks):
-            if (tier := tiers.get(name, "keep")) != "keep":
-                recompute_block(block, tier, build.accelerator, name=name)
+        own = [tiers.get(name, "keep") for name in build.anatomy.blocks]
+        stash = None
+        if any(tier in OFFLOADED for tier in own):
+            stash = new_stash(build.offload, build.accelerator)
+            build.notes += notes_on(build.offload, build.accelerator)
+        for number, (name, block, tier) in enumerate(zip(build.anatomy.blocks, build.blocks, own)):
+            if tier != "keep":
+                recompute_block(block, tier, build.accelerator, name=name, stash=stash)
+            if stash is not None:
+                offload_block(block, tier, stash, number=number, is_last=number == len(own) - 1)
 
 
-def recompute_block(block: nn.Module, tier: Tier, accelerator: Accelerator, *, name: str = "block") -> None:
+def offload_block(block: nn.Module, tier: Tier, stash: Stash, *, number: int = 0, is_last: bool = False) -> None:
+    """Put a block that has a tier beside others that offload, in place."""
+    forward = unbound_forward(block)
+    block.forward = BlockOffload(block, forward, stash, number=number, packs=tier == "offload", is_last=is_last)
+
+
+def recompute_block(
+    block: nn.Module, tier: Tier, accelerator: Accelerator, *, name: str = "block", stash: Stash | None = None
+) -> None:
     """Put a block under a tier, in place. The module, its name, hooks and parameters stay what they are.
 
-    Raises RecipeError for a tier that names a part which the block does not have.
+    stash: where a tier that offloads sends what it keeps; offload_block() has to follow. Raises RecipeError for a tier
+    that names a part which the block does not have.
     """
+    if tier == "offload":
+        return  # nothing is recomputed
+    if tier in OFFLOADED:
+        block.forward = replace(_plan_for(block, OFFLOADED[tier], accelerator, name), stash=stash)
+        return
     if tier in ("recompute_attention", "recompute_mlp"):
         for part_name, part in parts_of(block, tier, name):
             part.forward = _plan_for(part, "full", accelerator, f"{name}.{part_name}")
@@ -192,8 +227,7 @@ def _plan_for(module: nn.Module, tier: Tier, accelerator: Accelerator, name: str
 def forget_recompute(block: nn.Module) -> None:
     """Undo recompute_block: a model may be built again under another strategy."""
     for module in block.modules():
-        plan = vars(module).get("forward")
-        if isinstance(plan, RecomputePlan | CoreForward | SwitchedForward | CompressionPlan):
+        while isinstance(plan := vars(module).get("forward"), _FORWARDS):
             del module.forward
             if isinstance(plan.forward, Patched):
                 module.forward = plan.forward.forward

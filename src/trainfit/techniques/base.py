@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainfit.hardware import Accelerator, Hardware, Ranks
-from trainfit.profile import Cast, LossScale, Phase, Precision
+from trainfit.profile import Cast, LossScale, Offload, Phase, Precision
 from trainfit.techniques.inductor import Compiled
 from trainfit.techniques.switched import TierSwitch
 from trainfit.workload import Anatomy, HeadSplit, Workload
@@ -98,7 +98,7 @@ class Build:
     split: how the model is cut before its head, or the reason why it cannot be.
     ranks: the processes that run this step together; one, unless the strategy has a mesh.
     whole: the whole model's anatomy, where model and anatomy are this rank's part of a pipeline.
-    precision, cast: the strategy's, for techniques that cast.
+    precision, cast: the strategy's, for techniques that cast. offload: for tiers that offload.
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
     run_stage: replaces compute_loss in a forward that may end before the loss, with hidden states for the next stage.
     root: the module whose call computes the same loss with what the model's ranks need around it; None where forward()
@@ -124,6 +124,7 @@ class Build:
     compute_loss: LossFunction
     precision: Precision = "fp32"
     cast: Cast = "operator"
+    offload: Offload = Offload()
     ranks: Ranks = field(default_factory=Ranks)
     whole: Anatomy | None = None
     run_stage: LossFunction | None = None

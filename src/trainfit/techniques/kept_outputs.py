@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from trainfit.errors import RecomputeError
+from trainfit.techniques.offload import unpack_all
 from trainfit.techniques.surroundings import BufferWatch, same_state
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Kept:
     """An operator whose output may replace its second run; tensors is None where the rule said no.
 
     random_after: where the operator left the generators, if it drew from them: a replay must leave them there too.
+    is_away: tensors have been offloaded, as they were.
     """
 
     operator: Any
@@ -51,6 +53,7 @@ class Kept:
     versions: tuple[int, ...]
     slots_before: int
     random_after: tuple[Tensor, ...] | None = None
+    is_away: bool = False
 
 
 class OperatorMode(TorchDispatchMode):
@@ -138,8 +141,11 @@ class ReplayMode(OperatorMode):
                 f"{self.region.plan.name}: forward ran {kept.operator} where recompute runs {func}; {LIKELY_CAUSES}"
             )
         tensors, kept.tensors = kept.tensors, None
+        kept.is_away, is_away = False, kept.is_away  # once: a second recompute runs the operator
         # An output that was overwritten after its operator ran (an in-place activation) is made again.
-        if tensors is None or versions_of(tensors) != kept.versions:
+        if is_away:
+            tensors = unpack_all(tensors)
+        elif tensors is None or versions_of(tensors) != kept.versions:
             return func(*args, **(kwargs or {}))
         if kept.random_after is not None:
             self.region.plan.random.set_state(kept.random_after)

@@ -43,6 +43,7 @@ from trainfit.techniques.kept_outputs import (
     ReplayMode,
     versions_of,
 )
+from trainfit.techniques.offload import Stash, unpack_all
 from trainfit.techniques.surroundings import (
     Autocast,
     BufferWatch,
@@ -90,6 +91,7 @@ class RecomputePlan:
         See NOTE [ Looking only where there is something to see ] in kept_outputs.py.
     tier: whose rules keep has.
     beside, number: what recomputes regions ahead of time, and the block's number to it.
+    stash: where inputs and kept outputs go between forward and backward; None leaves them on the device.
     """
 
     name: str
@@ -103,6 +105,7 @@ class RecomputePlan:
     tier: Tier = "full"
     beside: Beside | None = None
     number: int = 0
+    stash: Stash | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block()
@@ -171,7 +174,17 @@ class Region:
             self.random_state = None  # nothing random ran: recompute need not touch the generators
         while self.kept and self.kept[-1].slots_before == len(self.slots):
             self.kept.pop()  # recompute stops before these would be asked for
+        if plan.stash is not None:
+            self._send_away(plan.stash)
         return output
+
+    def _send_away(self, stash: Stash) -> None:
+        if versions_of(self.inputs) == self.input_versions:  # else recompute will say so
+            self.inputs = stash.current.pack_all(self.inputs)
+            self.input_versions = versions_of(self.inputs)
+        for kept in self.kept:
+            if kept.tensors is not None and versions_of(kept.tensors) == kept.versions:
+                kept.tensors, kept.is_away = stash.current.pack_all(kept.tensors), True
 
     def _pack(self, tensor: Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
@@ -200,7 +213,7 @@ class Region:
                 f"{self.plan.name}: an input was changed in place after forward, so it cannot be recomputed; "
                 "set this block's activation tier to keep"
             )
-        args, kwargs = self.inputs
+        args, kwargs = self.inputs if self.plan.stash is None else unpack_all(self.inputs)
         filler = _Filler(self)
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())

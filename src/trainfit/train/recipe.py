@@ -23,6 +23,7 @@ from trainfit.profile import (
     Layout,
     LossScale,
     Mesh,
+    Offload,
     OptimizerKind,
     OptimizerVariant,
     Pipeline,
@@ -247,6 +248,23 @@ def _on_or_off(value: object) -> object:
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
+class OffloadSettings(_Section):
+    """Where blocks under an offload tier put what they save; see Offload. budget 0 takes all that is free."""
+
+    place: Literal["host", "disk"] = "host"
+    budget: NumBytes = 0
+    directory: str = ""
+
+    @model_validator(mode="after")
+    def _directory_is_of_disk(self) -> OffloadSettings:
+        if self.directory and self.place != "disk":
+            raise RecipeError("offload.directory is for offload.place disk; set place: disk, or leave it out")
+        return self
+
+    def settings(self) -> Offload:
+        return Offload(self.place, self.budget, self.directory)
+
+
 class Recipe(_Section):
     """One training run. memory None means all that the device has; steps None means `epochs` passes over the text.
 
@@ -290,6 +308,7 @@ class Recipe(_Section):
     tensor: TensorSettings = TensorSettings()
     pipeline: PipelineSettings = PipelineSettings()
     allocator: AllocatorSection | None = None
+    offload: OffloadSettings | None = None
     timeout_seconds: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = 60.0
 
     _folder: Path = PrivateAttr(default_factory=Path.cwd)

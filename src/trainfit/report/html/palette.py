@@ -32,10 +32,13 @@ _TIERS: Mapping[str, str] = {
     "recompute_mlp": "#568fbb",
     "attention": "#3f7fb0",
     "full": "#0b3d66",
+    "offload": "#f3d9a8",
+    "offload_pointwise": "#d9a441",
+    "offload_full": "#8a5f12",
 }
 _OTHER = "#888888"
 
 
 def tier_colour(tier: Tier) -> str:
-    """Darker is more recomputed."""
+    """Darker is more recomputed; another hue is what leaves the device."""
     return _TIERS.get(tier, _OTHER)
