@@ -12,11 +12,11 @@ from tiny_models import TINY_CONFIGS
 from trainfit.hardware import find_device, this_machine
 from trainfit.plan import Target
 from trainfit.plan import layout as layout_module
-from trainfit.plan.judged import judged_ranks
+from trainfit.plan.judged import judged, judged_ranks
 from trainfit.plan.layout import meshes, stage_parts
 from trainfit.plan.search import Search
 from trainfit.plan.variants import Tracers
-from trainfit.profile import Layout, Mesh, Pipeline, Zero
+from trainfit.profile import Layout, Mesh, Pipeline, TensorParallel, Zero
 from trainfit.rehearsal.rehearse import fake_tensors, operator_cost
 from trainfit.rehearsal.shorten import shortened
 from trainfit.rehearsal.traffic import traffic_bytes
@@ -141,3 +141,31 @@ def test_a_copy_into_a_gathers_buffer_is_of_this_ranks_shards():
         shards, buffer = [torch.empty(6), torch.empty(2)], torch.empty(32)
         func = torch.ops.fsdp.all_gather_copy_in.default
         assert traffic_bytes(func, (shards, buffer, [6, 2], 8, 0), {}, (buffer[:8], buffer)) == 2 * 8 * 4
+
+
+def test_the_fast_model_counts_the_seconds_of_tensor_ranks_collectives():
+    """They stand in a block's way: a rehearsal of a tensor rank takes as long as the fast model says."""
+    npu = replace(find_device("ascend-910b3"), count=2)
+    wanted = Target(
+        2**34, 4 * 128, 128, "bf16", layouts=(Layout(Mesh(tensor=2), tensor=TensorParallel(sequence=True)),)
+    )
+    search = Search(Tracers(LLAMA, npu, wanted), npu, wanted, 2**34)
+    point = next(each.point for each in search.points if each.point.strategy.loss_chunks == 1)
+    candidate = search.solve(point, 2**34)
+    assert candidate is not None
+    profile = judged(LLAMA, candidate.strategy, npu)
+    links = sum(each.seconds for each in profile.collectives.values())
+    assert links > 0.1 * profile.step_seconds
+    assert candidate.step_seconds == pytest.approx(profile.step_seconds, rel=0.05)
+
+
+def test_room_for_fragments_is_left_until_a_rehearsal_has_said_how_much():
+    npu = find_device("ascend-910b3")
+    search = search_for(npu, Target(2**30, 6 * 128, 128, "bf16"), 10**8)
+    point = search.points[0].point
+    assert search.excess_of(point) == 8 * 10**6
+    candidate = search.solve(point, 10**8)
+    assert candidate is not None
+    search.learn(candidate, 10**6)
+    assert search.excess_of(point) == 10**6
+    assert search_for(CPU, Target(2**30, 6 * 128, 128), 10**8).excess_of(point) == 0

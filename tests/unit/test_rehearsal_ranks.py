@@ -109,6 +109,17 @@ def test_links_carry_one_collective_after_another():
     assert timeline.runs("mm", [2], 0.0) == pytest.approx(4.0)
 
 
+def test_a_node_and_the_network_carry_theirs_at_once():
+    timeline = Timeline()
+    timeline.communicates("all_gather", 5.0, gathers_ahead=True, storages=[1], in_backward=False, over="network")
+    timeline.communicates("all_gather", 2.0, gathers_ahead=False, storages=[2], in_backward=False)
+    assert timeline.runs("mm", [2], 1.0) == pytest.approx(2.0)
+    assert timeline.runs("mm", [1], 0.0) == pytest.approx(2.0)
+    timeline.communicates("all_reduce", 4.0, gathers_ahead=False, storages=[3], in_backward=True, over="network")
+    timeline.communicates("all_reduce", 1.0, gathers_ahead=False, storages=[4], in_backward=True)
+    assert timeline.finish() == pytest.approx(4.0)  # all of them, not the one that was called last
+
+
 def test_nothing_is_hidden_where_one_stream_does_both():
     timeline = Timeline(overlaps=False)
     timeline.runs("mm", (), 9.0)

@@ -234,7 +234,9 @@ def _seconds(
     accumulates: bool,
 ) -> dict[str, float]:
     """A device hides what its blocks' computation covers, all but the first block's gather and the last one's
-    reduction; a CPU nothing. What shards are copied into and out of buffers of collectives nothing hides."""
+    reduction; a CPU nothing. Where tensor ranks talk over the same links nothing is hidden either: a block begins with
+    one of their collectives, for which computation waits, and which waits for the gather. What shards are copied into
+    and out of buffers of collectives nothing hides."""
     mesh, zero = layout.mesh, layout.zero
     shards = range(0, mesh.shard * mesh.tensor, mesh.tensor)
     stride = mesh.shard * mesh.tensor
@@ -244,6 +246,9 @@ def _seconds(
     reduce = transfer(hardware, "reduce_scatter", gradients, shards)
     reduces = bool(zero.stage) and zero.reduces_each_micro_batch
     each = (2 * gather if zero.stage == 3 else 0.0) + (reduce if reduces else 0.0)
+    links = Links.of(hardware.spec)
+    if mesh.tensor > 1 and links.bound(mesh.shard, shards) == links.bound(mesh.tensor, range(mesh.tensor)):
+        compute_seconds = 0.0
     if not hardware.is_host:
         seen = each / max(1, len(facts.structures))  # the first gather and the last reduction
         each = max(seen, each - compute_seconds)

@@ -17,7 +17,6 @@ from trainfit.units import format_bytes
 _FITTING = 3  # kinds that fit, before the fastest of them is chosen
 _ATTEMPTS = 8  # rehearsals in all
 _PASSES = 250  # of one micro batch through one block, in all rehearsals: large models get fewer, once one fits
-_SIMPLE_FIRST = 1.2  # of the least seconds of all: so much slower a mesh of replicas and shards is tried first
 _SLACK = 0.01  # of what is allowed: what a rehearsal leaves free beyond that is offered to the search again
 # Of the best seconds: what else is rehearsed must take less by the fast model. It tells layouts apart worse than it
 # does what a rehearsal of them would be worth; points of one layout are cheap to rehearse, and as near as that.
@@ -34,8 +33,7 @@ class Rehearsals:
     too large, the search solves again with so much less room; when it leaves more than a hundredth free, with so much
     more. Its seconds over the fast model's are its kind's pace; a kind that is not known yet is taken to have the least
     pace of its family (of all with stages, with tensor ranks, with both, with neither), or of all. What would not be
-    faster than the best by that is not rehearsed, and once nothing can be, the best is chosen. Meshes of replicas and
-    shards are the cheapest to rehearse, and go first where they are near.
+    faster than the best by that is not rehearsed, and once nothing can be, the best is chosen.
     """
 
     def __init__(self, search: Search, exact: Exact, allowed_bytes: int) -> None:
@@ -50,7 +48,17 @@ class Rehearsals:
 
     def best(self) -> tuple[Candidate, Profile]:
         """Of those that fit the fastest, weighed; else the smallest of all."""
-        for candidate in self._simple_first():
+        self._rehearse_all()
+        if not self._good and self.search.unknown_excess:
+            self.search.unknown_excess = 0  # nothing has room for fragments; it may fit without any
+            self._rehearse_all()
+        if (best := self._best()) is None:
+            return self._smallest()
+        return best, self.profiles[best.strategy]
+
+    def _rehearse_all(self) -> None:
+        """Until nothing that is left can win, or enough has been rehearsed."""
+        for candidate in self._candidates():
             passes = block_passes(self.search.tracers.workload, candidate.strategy)
             if self._good and self._passes + passes > _PASSES:
                 break
@@ -61,9 +69,6 @@ class Rehearsals:
                 self._good[self._kind(candidate)] = candidate
             if len(self._good) == _FITTING or self._rehearsed >= _ATTEMPTS:
                 break
-        if (best := self._best()) is None:
-            return self._smallest()
-        return best, self.profiles[best.strategy]
 
     def consider(self, candidate: Candidate, profile: Profile) -> None:
         """One that was rehearsed for another reason may be the best too."""
@@ -80,17 +85,7 @@ class Rehearsals:
     def _best(self) -> Candidate | None:
         return min(self._good.values(), key=self._weighed, default=None)
 
-    def _simple_first(self) -> Iterator[Candidate]:
-        """All candidates, but first the best without stages and tensor ranks, where it may win."""
-        open_points = [bounded for bounded in self.search.points if bounded.seconds < float("inf")]
-        least = min((bounded.seconds for bounded in open_points), default=0.0)
-        simple = [each for each in open_points if family(each.point.strategy) == (False, False)]
-        best = min(simple, key=lambda each: each.seconds, default=None)
-        if best is not None and least < best.seconds <= _SIMPLE_FIRST * least:
-            for candidate in self.search.best_first(kind=best.point.kind):
-                yield candidate
-                if self._good:  # it fits
-                    break
+    def _candidates(self) -> Iterator[Candidate]:
         for candidate in self.search.best_first(may_win=self._may_win):
             if candidate.strategy not in self.profiles:
                 yield candidate

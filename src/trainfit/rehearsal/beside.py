@@ -3,8 +3,9 @@
 NOTE [ Two streams share one device ]
 Kernels of two streams are no faster together than one after the other: while both have something to compute, each gets
 half of the device. What is won is what the device would have idled: the side stream computes while the other one waits
-for the links, and its own collectives are under way while the other one computes. Links do one collective after
-another, in the order in which the host calls them, and the host has called all of the side stream's before it goes on.
+for the links, and its own collectives are under way while the other one computes. The links of a node
+do one collective after another, and so does the network between nodes, in the order in which the host calls them, and
+the host has called all of the side stream's before it goes on.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class _Item:
 
 @dataclass
 class SideWork:
-    """clock: until when it is busy or held up. links: when they are free. seconds: that it has computed.
+    """clock: until when it is busy or held up. links: of each, when they are free. seconds: that it has computed.
 
     ran: of these, by bound, what takes_ran() has not told yet.
     """
 
-    links: float = 0.0
+    links: dict[Bound, float] = field(default_factory=dict)
     clock: float = 0.0
     seconds: float = 0.0
     ran: dict[Bound, float] = field(default_factory=dict)
@@ -42,6 +43,11 @@ class SideWork:
         if not self._items:
             self.clock = max(self.clock, now)
         self._items.append(_Item(seconds, bound, is_link))
+
+    def links_carry(self, over: Bound, begin: float, seconds: float) -> float:
+        """One collective more, over links that are free of those before. Returns when it is done."""
+        done = self.links[over] = max(self.links.get(over, 0.0), begin) + seconds
+        return done
 
     def shares(self, now: float, seconds: float) -> float:
         """The other stream computes for so long, from now on. Returns when it is done."""
@@ -94,8 +100,8 @@ class SideWork:
     def _calls(self, now: float) -> None:
         """Collectives whose turn has come by now are under way, and hold the stream up."""
         while self._items and self._items[0].is_link and self.clock <= now:
-            self.links = max(self.links, self.clock) + self._items.popleft().seconds
-            self.clock = self.links
+            item = self._items.popleft()
+            self.clock = self.links_carry(item.bound, self.clock, item.seconds)
 
     def _runs(self, seconds: float) -> None:
         item = self._items[0]

@@ -21,6 +21,7 @@ from trainfit.hardware.runtime import distributed_backend_of, rehearsed
 from trainfit.profile import Category, Mesh, Phase, Profile
 from trainfit.rehearsal.alike import runs_alike
 from trainfit.rehearsal.events import SHELL
+from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import OperatorCost
 from trainfit.rehearsal.operators import FakeKernels
 from trainfit.rehearsal.record import StepRecord
@@ -311,6 +312,7 @@ def new_tracker(hardware: Hardware, cut: Cut | None = None) -> StorageTracker:
     return StorageTracker(
         rounding=spec.allocation_granularity,
         cost=operator_cost(hardware),
+        links=Links.of(spec),
         kind=spec.kind,
         times={} if cut is None else cut.times,
     )

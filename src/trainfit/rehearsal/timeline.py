@@ -1,8 +1,9 @@
-"""Two clocks: what computes, and what the links carry meanwhile.
+"""Clocks: what computes, and what the links within a node and between nodes carry meanwhile.
 
 NOTE [ What hides communication ]
-A device computes on one stream and communicates beside it. The links do one collective after another. Computation
-waits for one when it needs the result:
+A device computes on one stream and communicates beside it. The links of a node do one collective after another, and so
+does the network between nodes; both at once, as groups of NCCL and HCCL have a stream each: tensor ranks talk over the
+one while shards are gathered over the other. Computation waits for a collective when it needs the result:
   an all-gather, or a collective of tensor parallelism, when an operator touches its tensors;
   a gradient's reduction when FSDP is about to fill the next one's buffer (it keeps one at a time), the rest at the end
   of backward, since what touches reduced gradients before runs on the communication's own stream.
@@ -63,24 +64,31 @@ class Timeline:
         return waited
 
     def communicates(
-        self, kind: str, seconds: float, *, gathers_ahead: bool, storages: Iterable[int], in_backward: bool
+        self,
+        kind: str,
+        seconds: float,
+        *,
+        gathers_ahead: bool,
+        storages: Iterable[int],
+        in_backward: bool,
+        over: Bound = "link",
     ) -> float:
         """A collective is called. Returns the seconds that computation waits for it at once.
 
         gathers_ahead: FSDP's own all-gather, which starts as soon as its buffer is free.
-        in_backward: a gradient's reduction is waited for later than its first use.
+        in_backward: a gradient's reduction is waited for later than its first use. over: "link" or "network".
         """
         is_reduced = in_backward and kind in _REDUCTIONS
         waited = 0.0 if is_reduced or gathers_ahead else self._waits_for(self.side.calls_all)
         begin = self._copied_out if gathers_ahead and self.overlaps else self.compute
-        links = self.side.links = max(self.side.links, begin) + seconds
+        done = self.side.links_carry(over, begin, seconds)
         if not self.overlaps:
-            return self._wait(links)
-        self._pending = links
+            return self._wait(done)
+        self._pending = max(self._pending, done)
         if is_reduced:
-            self._reduced = links if kind == "reduce_scatter" else self._reduced
+            self._reduced = done if kind == "reduce_scatter" else self._reduced
         else:
-            self._needed.update(dict.fromkeys(storages, links))
+            self._needed.update(dict.fromkeys(storages, done))
         return waited
 
     def joins(self) -> float:
@@ -198,6 +206,7 @@ class StepClock:
             gathers_ahead=operator == _FSDP_GATHER,
             storages=storages,
             in_backward=phase == "backward" and operator.startswith("c10d::"),
+            over=self._waits_for,
         )
         self._wait(phase, waited)
 

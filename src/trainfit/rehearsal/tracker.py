@@ -37,6 +37,7 @@ from trainfit.profile import Category, Phase, Profile
 from trainfit.rehearsal.collectives import call_of
 from trainfit.rehearsal.events import JOIN, SHELL, Entry, Event, Work, in_place_additions, replay
 from trainfit.rehearsal.flops import model_flops
+from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import OperatorCost, is_recompute
 from trainfit.rehearsal.operators import fake_result, is_unknown_number, leaves_to_its_handler
 from trainfit.rehearsal.record import StepRecord
@@ -62,6 +63,7 @@ class StorageTracker(TorchDispatchMode):
 
     rounding: bytes to which the device's allocator rounds (1 on a CPU).
     cost: seconds that an operator should take, or None to count none.
+    links: what collectives go over, for `seconds`; None where they take no time.
     kind: whose kernels run, see workspaces.py.
     whereabouts: what knows the block that runs.
     times: by block, of how many alike it is the only one that runs; see NOTE [ Splicing ] in splice.py.
@@ -69,6 +71,7 @@ class StorageTracker(TorchDispatchMode):
 
     rounding: int = 1
     cost: OperatorCost | None = None
+    links: Links | None = None
     kind: Kind = "cpu"
     whereabouts: Whereabouts = field(default_factory=Whereabouts)
     times: Mapping[str, int] = field(default_factory=dict)
@@ -138,7 +141,7 @@ class StorageTracker(TorchDispatchMode):
     @property
     def seconds(self) -> dict[Phase, float]:
         """By phase, of all that has run."""
-        clock = StepClock()
+        clock = StepClock(links=self.links, overlaps=self.kind != "cpu")
         clock.plays(self.log)
         return clock.total().seconds
 
