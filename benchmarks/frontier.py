@@ -109,6 +109,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=("reference", "wide", "large"), default=MODELS)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--peers", nargs="+", choices=FAMILIES, default=FAMILIES, help="families, plans among them")
+    parser.add_argument("--only", default="", help="regular expression: names of peers to run")
     parser.add_argument(
         "--shares", nargs="+", type=float, default=SHARES, help="of plain's peak that plans are made for"
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from contest.picture import draw
 from contest.verdict import MAX_SHARE, Point, Verdict, points_of, verdicts
 
 BEGIN, END = "<!-- tables: benchmarks/frontier.py --docs -->", "<!-- end of tables -->"
@@ -61,6 +60,8 @@ def _plan_rows(points: Sequence[Point]) -> Iterator[list[str]]:
 
 def write_page(kept: Mapping[str, Any], docs: Path) -> None:
     """Replace what is between the marks of docs/frontier.md, and draw docs/images/frontier-CASE.png."""
+    from contest.picture import draw  # needs Pillow, as only pictures do
+
     page = docs / "frontier.md"
     head, rest = page.read_text().split(BEGIN)
     tail = rest.split(END)[1]

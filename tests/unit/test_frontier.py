@@ -110,6 +110,15 @@ def test_report_exits_1_where_a_peer_is_missed(tmp_path: Any, monkeypatch: pytes
         assert frontier.main() == code
 
 
+def test_parts_are_picked_by_family_name_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"model": "reference", "precision": "fp32", "device": "cpu"}
+    monkeypatch.setattr(sys, "argv", ["frontier.py", "--peers", "checkpoint", "torchtitan", "--only", "of 2|Full"])
+    names = [variant.name for variant in frontier._variants(case, frontier._options())]
+    assert names == ["checkpoint, 1 of 2 blocks", "torchtitan FullAC"]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--device", "cuda"])
+    assert len(frontier._variants(case, frontier._options())) == 1
+
+
 def test_rows_of_a_later_run_replace_those_of_their_names_and_all_plans() -> None:
     old = {name: {"role": role, "run": 1} for name, role in (("plain", "plain"), ("a", "peer"), ("p", "plan"))}
     new = {name: {"role": role, "run": 2} for name, role in (("plain", "plain"), ("q", "plan"))}
