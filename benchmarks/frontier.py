@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -57,14 +58,14 @@ def measure(options: argparse.Namespace, kept: dict[str, Any]) -> None:
         key = f"{model}-{precision}" + ("" if options.device == "cpu" else f"-{options.device}")
         _say(f"{key}: planning")
         contest = Contest(case, options.environments, logs, options.rounds, options.alive, deadline, _say)
-        found = contest.run(_variants(case, options))
+        found = contest.run(_variants(case, options, deadline))
         known = kept.setdefault(key, {"case": case, "rows": {}})
         known["rows"] = _merged(known["rows"], found)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(kept, indent=1))
 
 
-def _variants(case: dict[str, str], options: argparse.Namespace) -> list[Variant]:
+def _variants(case: dict[str, str], options: argparse.Namespace, deadline: float = math.inf) -> list[Variant]:
     """Plans beside the peers that they are for, in the order of what is likely to be near: fast ones first."""
     peers = [variant for variant in PEERS if variant.family in options.peers and _can_run(variant, options.device)]
     peers = [variant for variant in peers if re.search(options.only, variant.name)]
@@ -73,7 +74,7 @@ def _variants(case: dict[str, str], options: argparse.Namespace) -> list[Variant
     from contest.plans import plan_all  # torch is not needed to report
     from contest.setting import Case
 
-    return [*(plan_variant(plan) for plan in plan_all(Case(**case), options.shares)), *peers]
+    return [*(plan_variant(plan) for plan in plan_all(Case(**case), options.shares, deadline)), *peers]
 
 
 def _can_run(variant: Variant, device: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,14 +30,19 @@ def workload_of(case: Case) -> Workload:
     return made.copy(name=case.model, optimizer=AdamWSettings(LEARNING_RATE, BETAS, weight_decay=0.0))
 
 
-def plan_all(case: Case, shares: Sequence[float]) -> list[dict[str, Any]]:
-    """For each different plan: shares of plain's peak that lead to it, its strategy, words, and what was predicted."""
+def plan_all(case: Case, shares: Sequence[float], deadline: float = math.inf) -> list[dict[str, Any]]:
+    """For each different plan: shares of plain's peak that lead to it, its strategy, words, and what was predicted.
+
+    deadline: on time.monotonic's clock; after it no more plans are made.
+    """
     workload, hardware, config = workload_of(case), this_machine(case.device), case.config
     plain = Strategy(config.batch_size, precision=case.precision, tiers=parse_tiers("keep", config.num_blocks))
     profile = rehearse(workload, plain, hardware, max_grad_norm=None)
     above = profile.peak_bytes - profile.resident_bytes
     found: dict[str, dict[str, Any]] = {}
     for share in shares:
+        if time.monotonic() > deadline:
+            break
         target = Target(
             profile.resident_bytes + int(share * above),
             config.batch_size * config.seq_len,
