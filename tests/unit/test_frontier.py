@@ -14,9 +14,8 @@ import torch
 from PIL import Image
 
 import frontier
-from contest import page, pool, worker
+from contest import page, plans, pool, worker
 from contest.picture import not_beaten
-from contest.plans import plan_all
 from contest.setting import MODELS, Case
 from contest.variants import PEERS, PLAIN, Variant, plan_variant
 from contest.verdict import Point, other_losses, point_of, points_of, verdicts
@@ -145,12 +144,13 @@ def test_a_worker_that_dies_leaves_its_last_words(tmp_path: Any) -> None:
 
 
 def test_peers_and_plans_of_this_environment_do_plain_trainings_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three losses: the second and third tell of gradients too. Compiled peers take too long to be here."""
+    """Three losses: the second and third tell of gradients too. What is compiled takes too long to be here."""
+    monkeypatch.setattr(plans, "_MAY_CHANGE", frozenset())
     monkeypatch.setitem(MODELS, "tiny", ReferenceConfig(4, 32, 2, 64, vocab_size=101, seq_len=16, batch_size=8))
     case = Case("tiny", "fp32", "cpu")
     others = [variant for variant in PEERS if variant.environment is None and variant.family != "compile"]
-    plans = [plan_variant(plan) for plan in plan_all(case, (1.0, 0.3))]
-    assert any(plan.arguments["strategy"]["accumulation_steps"] > 1 for plan in plans)
+    planned = [plan_variant(plan) for plan in plans.plan_all(case, (1.0, 0.3))]
+    assert any(plan.arguments["strategy"]["accumulation_steps"] > 1 for plan in planned)
 
     def losses(variant: Variant) -> torch.Tensor:
         step = worker.builder(variant.builder)(case, **variant.arguments)
@@ -158,7 +158,7 @@ def test_peers_and_plans_of_this_environment_do_plain_trainings_step(monkeypatch
 
     expected = losses(PLAIN)
     assert expected[2] < expected[0]
-    for variant in [*others, *plans]:
+    for variant in [*others, *planned]:
         torch.testing.assert_close(
             losses(variant), expected, rtol=1e-6, atol=0, msg=lambda m, v=variant: f"{v.name}: {m}"
         )
