@@ -14,7 +14,6 @@ against their rehearsals.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import sys
 import time
@@ -26,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from frontier import Heap
+from heap import Heap
 from trainfit.hardware import accelerator, this_machine
 from trainfit.plan import Plan, Target, choose
 from trainfit.plan.per_batch import choose_per_batch
@@ -52,6 +51,7 @@ CONFIG = {
 }
 WORKLOAD = workload_from_config(CONFIG, seq_len=LONGEST, name="llama 6 x 256")
 THIS_MACHINE = this_machine("cpu")
+HEAP = Heap("python benchmarks/per_batch.py")
 
 
 def documents(count: int, sigma: float) -> DocumentTokens:
@@ -97,13 +97,12 @@ class Variant:
         self.step = build_step(WORKLOAD, self.strategy, accelerator("cpu"))
         states = [each for state in self.step.optimizer.state.values() for each in state.values()]
         if not states:  # made in the first step
-            self.run(Heap(), np.arange(1), counts=False)
+            self.run(HEAP, np.arange(1), counts=False)
             states = [each for state in self.step.optimizer.state.values() for each in state.values()]
         self.stays = sum(each.nbytes for each in (*self.step.model.parameters(), *self.step.model.buffers(), *states))
 
     def run(self, heap: Heap, indices: np.ndarray, *, counts: bool = True) -> int:
         """One optimizer step; returns its peak, parameters and states included."""
-        gc.collect()
         before = heap.live()
         batches = self.batches(indices)
         heap.reset()
@@ -147,7 +146,7 @@ def compare(budget: int, data: DocumentTokens, batches: int, sequences: int) -> 
         Variant("static + few", static.strategy, lambda at: by_tokens(data, at, few)),
         Variant("per batch", table.strategy, lambda at: by_tokens(data, at, few)),
     ]
-    heap = Heap()
+    heap = HEAP
     for variant in variants:
         variant.run(heap, np.arange(sequences), counts=False)
     for number in range(batches):

@@ -8,18 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import find_device
-from trainfit.profile import Mesh, OptimizerVariant, Pipeline, Profile, TensorParallel, Zero
+from trainfit.profile import Mesh, OptimizerVariant, Pipeline, Profile, TensorParallel, TokenBucket, Zero
 from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.events import Event, Work
 from trainfit.rehearsal.record import StepRecord
 from trainfit.rehearsal.splice import Cut, NotAlikeError, Repeat, cut_of, spliced
 from trainfit.step import Strategy, parse_tiers
-from trainfit.workload import Workload, workload_from_config
+from trainfit.workload import MicroBatch, Workload, workload_from_config
 
 module: Any = importlib.import_module("trainfit.rehearsal.rehearse")
 BLOCKS = 12
@@ -63,6 +64,10 @@ def strategy(tiers: str = "keep", steps: int = 1, **settings: Any) -> Strategy:
     return Strategy(1, steps, **{"precision": "bf16", **settings}, tiers=parse_tiers(tiers, BLOCKS))
 
 
+TABLE = tuple(
+    TokenBucket(tokens, parse_tiers(tiers, BLOCKS))
+    for tokens, tiers in ((16, "keep"), (24, "6*full,6*keep"), (32, "11*full,1*pointwise"))
+)
 CASES: dict[str, tuple[dict[str, Any], Strategy, int]] = {
     "keep": (LLAMA, strategy(), 0),
     "two runs, accumulated": (LLAMA, strategy("6*full,6*pointwise", 4), 0),
@@ -83,6 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], Strategy, int]] = {
     "replicas": (LLAMA, strategy("full", 2, mesh=Mesh(replicate=2)), 0),
     "ZeRO 1": (LLAMA, strategy(steps=4, mesh=Mesh(shard=4), zero=Zero(1)), 0),
     "ZeRO 2": (LLAMA, strategy("full", 3, mesh=Mesh(shard=4), zero=Zero(2)), 0),
+    "tier table": (LLAMA, strategy("full", 2, tier_table=TABLE, micro_batch_tokens=16), 0),
     "ZeRO 3": (LLAMA, strategy("pointwise", 4, mesh=Mesh(shard=4), zero=Zero(3)), 0),
     "tensor": (LLAMA, strategy(mesh=Mesh(tensor=2)), 0),
     "sequences": (LLAMA, strategy("full", 2, mesh=Mesh(shard=2, tensor=2), zero=Zero(3), tensor=SEQUENCES), 0),
@@ -96,6 +102,10 @@ def test_some_blocks_give_what_all_give(name: str, monkeypatch: pytest.MonkeyPat
     """Bytes to the byte. Seconds to 1e-4: the norm of so many fewer gradients' norms is read in less time."""
     config, chosen, rank = CASES[name]
     settings: dict[str, Any] = {"rank": rank, "max_grad_norm": None if chosen.optimizer == BACKWARD else 1.0}
+    if chosen.tier_table:
+        settings["micro_batches"] = [
+            MicroBatch.of(*(torch.zeros(1, length, dtype=torch.long) for _ in range(2))) for length in (32, 24, 16)
+        ]
     model = workload(config)
     results = []
     watched = importlib.import_module("trainfit.rehearsal.watched")

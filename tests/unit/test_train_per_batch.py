@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from trainfit.cli.main import main
 from trainfit.errors import RecipeError
 from trainfit.hardware import accelerator
 from trainfit.profile import TokenBucket
@@ -73,15 +75,13 @@ def stop_after(step: int):
 
 
 def test_documents_are_trained_and_resumed_to_the_bit_in_the_middle():
-    whole = start(make_recipe(run_folder="whole"), measure=True)
-    assert whole.held_out_loss is not None
+    whole: list = []
+    start(make_recipe(run_folder="whole"), on_event=whole.append)
+    assert any(event.micro_batches > 1 for event in whole if isinstance(event, StepDone))
     start(make_recipe(), on_event=stop_after(3))
     assert len(losses("run")) == 3
     start(make_recipe(), resume=True)
     assert losses("run") == losses("whole")
-    shapes = whole.measured_shapes
-    assert len({rows * length for rows, length in shapes}) > 1
-    assert all(rows == 1 or rows * length <= 64 for rows, length in shapes)
 
 
 def test_measured_use_tightens_and_relaxes_tiers_and_changes_no_loss(monkeypatch):
@@ -127,3 +127,32 @@ def test_epochs_of_documents_end_where_the_text_does():
 def test_recipes_that_cannot_be_per_batch(values, words):
     with pytest.raises((RecipeError, ValueError), match=words):
         make_recipe(**values)
+
+
+CLI_RECIPE = """\
+model: {model_type: llama, hidden_size: 48, intermediate_size: 96, num_hidden_layers: 3, num_attention_heads: 2,
+        max_position_embeddings: 96}
+data: {paths: text, tokenizer: {vocab_size: 300}, held_out_fraction: 0.1, lengths: documents}
+seq_len: 96
+tokens_per_step: 256
+memory: 2200kiB
+per_batch: {threshold: 0.98}
+steps: 3
+evaluation: {every: 3, batches: 1}
+run_folder: run
+"""
+
+
+def test_the_command_plans_a_table_trains_by_it_and_was_right(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(CLI_RECIPE)
+    assert main(["train", "recipe.yaml", "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert "tokens of a micro batch" in err
+    table = report["plan"]["chosen"]["strategy"]["tier_table"]
+    assert len(table) > 1
+    assert len(report["plan"]["buckets"]) == len(table)
+    assert len({rows * length for rows, length in report["measured_shapes"]}) > 1
+    assert abs(report["relative_error"]) < 0.01
+    assert main(["train", "recipe.yaml", "per_batch=false", "--plan", "run/plan.json", "run_folder=other"]) == 2
+    assert "the plan has a tier table, the recipe no per_batch" in capsys.readouterr().err

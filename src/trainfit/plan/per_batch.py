@@ -46,6 +46,7 @@ from trainfit.workload.batch import padded
 
 DEFAULT_THRESHOLD = 0.85
 _PARTS, _PARTS_IF_DEEP, _DEEP = 16, 8, 24  # of the longest sequence; blocks
+_NOT_BY_ROW = frozenset({"activations", "compile"})  # of what may change
 _TRIES = 4  # solutions of one row
 _SLACK = 0.01  # of what is allowed; see rehearsals.py
 
@@ -69,6 +70,8 @@ def choose_per_batch(
     """
     for layout in target.layouts:
         _check(layout.mesh)
+    # Rows must give the same bits, and blocks would be compiled for every tier and length.
+    asked, target = target, replace(target, may_change=target.may_change - _NOT_BY_ROW)
     static = choose(workload, hardware, target, max_grad_norm=max_grad_norm, on_progress=on_progress)
     if not static.fits:
         return static  # nor does its longest micro batch alone, and it says what would help
@@ -83,7 +86,7 @@ def choose_per_batch(
         tier_table=tuple(TokenBucket(row.tokens, row.tiers) for row in table.rows),
         micro_batch_tokens=table.tokens,
     )
-    return _plan_of(static, strategy, table, allowed, threshold)
+    return replace(_plan_of(static, strategy, table, allowed, threshold), target=asked)
 
 
 def _check(mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ from trainfit.profile import (
     TIERS,
     WEIGHT_STORAGES,
     AllocatorSettings,
+    Compile,
     Mesh,
     Offload,
     OptimizerVariant,
@@ -222,6 +223,11 @@ def check_table(strategy: Strategy) -> None:
             raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
         if away := [tier for tier in row.tiers if tier.startswith("offload")]:
             raise RecipeError(f"a tier_table cannot have {away[0]}; leave offload out of the recipe, or per_batch")
+    if strategy.compile != Compile():
+        raise RecipeError(
+            "a tier_table does not work with compile: blocks would be compiled for every tier and length; leave "
+            "per_batch or compile out"
+        )
     if strategy.mesh.pipeline > 1:
         raise RecipeError(
             f"a tier_table does not work with mesh.pipeline {strategy.mesh.pipeline}: its stages take micro batches of "
