@@ -29,6 +29,7 @@ OptimizerKind = Literal["adamw", "adafactor"]
 WeightStorage = Literal["fp32", "bf16_master", "fp16_master", "bf16_residual", "bf16_kahan", "bf16_stochastic"]
 GradientStorage = Literal["fp32", "half"]
 StateStorage = Literal["fp32", "bf16", "int8", "fp8"]
+Attention = Literal["model", "blockwise"]
 FrozenStorage = Literal["fp32", "half", "int8", "nf4"]
 Cast = Literal["operator", "block"]
 Accuracy = Literal["exact", "rounding", "lossy"]
@@ -44,6 +45,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 WEIGHT_STORAGES: tuple[WeightStorage, ...] = get_args(WeightStorage)
 STATE_STORAGES: tuple[StateStorage, ...] = get_args(StateStorage)
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 FROZEN_STORAGES: tuple[FrozenStorage, ...] = get_args(FrozenStorage)
 MESH_DIMS: tuple[MeshDim, ...] = get_args(MeshDim)
 

@@ -82,6 +82,7 @@ class Case:
     loss_chunks: int = 1
     sequence: bool = False
     frozen: bool = False
+    blockwise: bool = False
 
     @property
     def strategy(self) -> Strategy:
@@ -93,6 +94,7 @@ class Case:
             tiers=() if self.model == "own" else (self.tier,) * 2,
             loss_chunks=self.loss_chunks,
             tensor=TensorParallel(self.sequence),
+            attention="blockwise" if self.blockwise else "model",
         )
 
 
@@ -107,6 +109,7 @@ TWO_RANKS = [
     Case("mistral", TENSOR, tier="attention", sequence=True),
     Case("gemma2", TENSOR, tier="pointwise", loss_chunks=2),
     Case("gemma2", TENSOR, accumulation=4, sequence=True),
+    Case("gemma2", TENSOR, tier="attention", loss_chunks=2, sequence=True, blockwise=True),
     Case("phi3", TENSOR, tier="full"),
     Case("qwen3_moe", TENSOR, accumulation=4, tier="pointwise", loss_chunks=2),
     Case("own", TENSOR, accumulation=2, loss_chunks=2),
@@ -118,6 +121,7 @@ FOUR_RANKS = [
     Case("llama", COPIES, accumulation=4, tier="pointwise", frozen=True),
     Case("qwen3", SHARDED, stage=3, accumulation=4, tier="pointwise", frozen=True),
     Case("gemma2", SHARDED, stage=2, loss_chunks=2),
+    Case("gemma2", SHARDED, stage=3, tier="full", blockwise=True),
     Case("qwen3_moe", SHARDED, stage=3, accumulation=4, tier="full", loss_chunks=2),
 ]
 

@@ -52,6 +52,7 @@ BUFFERS = {  # blocks have buffers of their own, the first two are dense
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+CAPPED = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 8}
 SEQUENCES = TensorParallel(sequence=True)
 BACKWARD = OptimizerVariant(update="backward")
 
@@ -85,6 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], Strategy, int]] = {
     "dense and experts": (EXPERTS, strategy("pointwise", 2), 0),
     "compressed": (LLAMA, strategy("6*keep_int8,6*keep_fp8", 2, cast="block"), 0),
     "buffers": (BUFFERS, strategy("attention"), 0),
+    "blockwise attention": (CAPPED, strategy("attention", 2, attention="blockwise"), 0),
     "replicas": (LLAMA, strategy("full", 2, mesh=Mesh(replicate=2)), 0),
     "ZeRO 1": (LLAMA, strategy(steps=4, mesh=Mesh(shard=4), zero=Zero(1)), 0),
     "ZeRO 2": (LLAMA, strategy("full", 3, mesh=Mesh(shard=4), zero=Zero(2)), 0),

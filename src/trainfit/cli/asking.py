@@ -64,6 +64,7 @@ def open_question(
         optimizer=variant,
         cast=recipe.cast if recipe and taken != "fp32" else "operator",
         frozen_weights=recipe.frozen_weights if recipe else "fp32",
+        attention=recipe.attention if recipe else "auto",
     )
     norm = recipe.max_grad_norm if recipe else 1.0
     dim = head_dim(workload)

@@ -47,6 +47,10 @@ RecomputeAheadOption = Annotated[
 OffloadOption = Annotated[
     str | None, typer.Option(metavar="host|disk|disk:FOLDER", help="Where blocks of offload tiers put what they save.")
 ]
+AttentionOption = Annotated[
+    str | None,
+    typer.Option("--attention", metavar="model|blockwise", help="The model's own attention, or a tile at a time."),
+]
 DevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that run the step together, a process each.")]
 SharingDevicesOption = Annotated[int, typer.Option(metavar="N", help="Devices that share the tokens of a step.")]
 MemoryOption = Annotated[
@@ -95,6 +99,7 @@ class StepOptions:
     recompute_ahead: int = 0
     compile: str | None = None
     offload: str | None = None
+    attention: str | None = None
     devices: int = 1
     zero_stage: int = 0
     tensor: int = 1
@@ -159,6 +164,7 @@ _STEP: dict[str, Any] = {
     "recompute_ahead": RecomputeAheadOption,
     "compile": CompileOption,
     "offload": OffloadOption,
+    "attention": AttentionOption,
 }
 _MESH: dict[str, Any] = {
     "devices": DevicesOption,

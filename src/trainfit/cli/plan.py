@@ -12,6 +12,7 @@ import typer
 from trainfit.cli.console import notes, output, print_json, status
 from trainfit.cli.options import (
     MAX_DEVICES,
+    AttentionOption,
     CastOption,
     CompileOption,
     DeviceOption,
@@ -77,6 +78,7 @@ def plan(
     cast: CastOption = None,
     compile: CompileOption = None,
     offload: OffloadOption = None,
+    attention: AttentionOption = None,
     may_change: MayChangeOption = None,
     max_grad_norm: MaxGradNormOption = None,
     compare: CompareOption = False,
@@ -107,7 +109,8 @@ def plan(
         recipe = open_recipe(model)
         norm = _norm(max_grad_norm, recipe)
         hardware = find_hardware(device, recipe, devices)
-        options = (tokens_per_step, memory, precision, tuple(may_change or ()), optimizer, cast, compile, offload, norm)
+        changes = tuple(may_change or ())
+        options = (tokens_per_step, memory, precision, changes, optimizer, cast, compile, offload, attention, norm)
         workload, made = _choose(model, recipe, seq_len, *options, hardware, say)
         rows: tuple[PolicyResult, ...] = ()
         if policies:
@@ -151,6 +154,7 @@ def _choose(
     cast: str | None,
     compiled: str | None,
     offload: str | None,
+    attention: str | None,
     max_grad_norm: float | None,
     hardware: Hardware,
     say: Say,
@@ -185,6 +189,7 @@ def _choose(
     said |= {} if cast is None else {"cast": cast}
     said |= {} if compiled is None else {"compile": parse_compile(compiled)}
     said |= {} if offload is None else {"offload": parse_offload(offload)}
+    said |= {} if attention is None else {"attention": attention}
     target = replace(target, **said)
     made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=max_grad_norm)
     return workload, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))

@@ -168,6 +168,7 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
         recompute_ahead=options.recompute_ahead,
         compile=parse_compile(options.compile or (recipe.compile if recipe is not None else "none")),
         offload=_offload(options, recipe),
+        attention=_attention(options, recipe),
     )
     if variant.update == "backward":
         return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))
@@ -179,6 +180,11 @@ def _offload(options: StepOptions, recipe: Recipe | None) -> Offload:
     if options.offload is not None:
         return parse_offload(options.offload)
     return Offload() if recipe is None or recipe.offload is None else recipe.offload.settings()
+
+
+def _attention(options: StepOptions, recipe: Recipe | None) -> Any:  # Strategy looks at it
+    asked = options.attention or (recipe.attention if recipe is not None else "model")
+    return "model" if asked == "auto" and not options.attention else asked
 
 
 def _tiers(options: StepOptions, workload: Workload) -> tuple[Tier, ...]:
@@ -206,6 +212,7 @@ def recipe_target(recipe: Recipe, workload: Workload, hardware: Hardware) -> tup
         recompute_ahead=recipe.recompute_ahead,
         compile=parse_compile(recipe.compile),
         offload=None if recipe.offload is None else recipe.offload.settings(),
+        attention=recipe.attention,
     )
     return target, notes
 
@@ -303,6 +310,7 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
         ("cast", strategy.cast, target.cast if casts else "operator"),
         ("frozen_weights", strategy.frozen_weights, target.frozen_weights),
         ("recompute_ahead", strategy.recompute_ahead, ahead),
+        ("attention", strategy.attention, strategy.attention if target.attention == "auto" else target.attention),
     ):
         if planned_as != asked_as:
             raise RecipeError(f"the plan has {what} {planned_as}, the recipe {asked_as}; plan again with the recipe")

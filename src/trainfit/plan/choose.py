@@ -13,6 +13,7 @@ from trainfit.plan.reasons import (
     accuracy_note,
     allocator_note,
     alternatives_of,
+    attention_note,
     compile_note,
     more_memory,
     notes_of,
@@ -83,6 +84,7 @@ def choose(
         notes=(
             *notes_of(target),
             *accuracy_note(target, chosen.strategy, tracers.of(target.optimizer).facts.num_trained),
+            *attention_note(target, chosen.strategy),
             *allocator_note(chosen.strategy, profile, rehearsals.profiles, allowed),
             *compile_note(chosen.strategy, profile, hardware),
             *rehearsals.notes,

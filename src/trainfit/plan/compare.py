@@ -126,7 +126,9 @@ def _ordered(rows: list[PolicyResult]) -> tuple[PolicyResult, ...]:
 
 def prices_of_plan(workload: Workload, hardware: Hardware, plan: Plan) -> Prices:
     """The fast model's figures around a plan's strategy, less what it was off by at the plan's own tiers."""
-    tracer = Tracers(workload, hardware, plan.target).of(plan.strategy.optimizer)
+    strategy = plan.strategy
+    tracers = Tracers(workload, hardware, plan.target)
+    tracer = tracers.of(strategy.optimizer, strategy.compile, strategy.attention)
     prices = prices_of(tracer, hardware, plan.target, plan.strategy, plan.allowed_bytes)
     above = plan.predicted.needed_bytes - prices.peak_bytes(plan.strategy.tiers)
     return replace(prices, allowed_bytes=plan.allowed_bytes - above)

@@ -52,7 +52,8 @@ def choose_held(
         prices: Prices | None = None
         allowed = free.allowed_bytes
         if policy.needs_prices:
-            prices = prices_of(tracers.of(strategy.optimizer, strategy.compile), hardware, target, strategy, allowed)
+            tracer = tracers.of(strategy.optimizer, strategy.compile, strategy.attention)
+            prices = prices_of(tracer, hardware, target, strategy, allowed)
         for attempt in range(_ATTEMPTS):
             found = replace(strategy, tiers=policy.tiers(situation_of(strategy, prices)))
             profile = exact(found)

@@ -19,7 +19,8 @@ from trainfit.plan.plan import Plan
 from trainfit.plan.policies import Situation, parse_policy
 from trainfit.plan.reasons import states_bytes
 from trainfit.plan.target import Target
-from trainfit.profile import AllocatorSettings, Layout, Offload, Profile
+from trainfit.profile import AllocatorSettings, Attention, Layout, Offload, Profile
+from trainfit.rehearsal.attention_scores import attention_holds_scores
 from trainfit.step import Strategy, prepare
 from trainfit.step.strategy_text import describe_strategy
 from trainfit.techniques.chunked_loss import auto_chunks
@@ -205,7 +206,15 @@ class Setting:
             pipeline=layout.pipeline,
             allocator=target.allocator or AllocatorSettings(),
             offload=target.offload or Offload(),
+            attention=self.attention if way != PLAIN else "model",
         )
+
+    @property
+    def attention(self) -> Attention:
+        """The target's; blockwise where that is left open and the model's own holds all scores."""
+        if self.target.attention != "auto":
+            return self.target.attention
+        return "blockwise" if attention_holds_scores(self.workload, self.hardware) else "model"
 
     def auto_chunks(self, tokens: int) -> int:
         """What loss chunks `auto` takes; 1 where the head cannot be cut off."""

@@ -70,6 +70,9 @@ def _losers(search: Search, rehearsed: Mapping[Strategy, Profile], chosen: Candi
     for key, bounded in best_of_each(points, lambda point: point.strategy.compile).items():
         if key != here.strategy.compile:
             yield search.estimated(bounded)
+    for key, bounded in best_of_each(points, lambda point: point.strategy.attention).items():
+        if key != here.strategy.attention:
+            yield search.estimated(bounded)
     others = [(key, bounded) for key, bounded in best_of_each(points, _family).items() if key != _family(here)]
     for _, bounded in others[:_OTHERS]:
         yield search.estimated(bounded)
@@ -190,6 +193,15 @@ def allocator_note(
         f"{format_bytes(before.needed_bytes)}, "
         f"{format_bytes(before.needed_bytes - allowed)} more than allowed, of which no more than "
         f"{format_bytes(before.peak_bytes)} are in use; with them {format_bytes(profile.needed_bytes)}",
+    )
+
+
+def attention_note(target: Target, strategy: Strategy) -> tuple[str, ...]:
+    """What blockwise attention was chosen for."""
+    if target.attention != "auto" or strategy.attention == "model":
+        return ()
+    return (
+        "blockwise attention: the model's own would hold the scores of every query and key; attention: model keeps it",
     )
 
 

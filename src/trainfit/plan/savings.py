@@ -90,6 +90,8 @@ def _changes(setting: Setting, plain: Strategy) -> Iterator[tuple[str, dict[str,
             yield f"activation {policy}", {"tiers": parse_policy(policy).tiers(blocks)}
     if (chunks := setting.auto_chunks(plain.micro_batch_size * setting.workload.seq_len)) > 1:
         yield f"loss in {chunks} chunks", {"loss_chunks": chunks}
+    if setting.attention == "blockwise":
+        yield "blockwise attention", {"attention": "blockwise"}
     if (size := plain.micro_batch_size) > 1:
         steps = plain.accumulation_steps * size
         yield f"micro batch 1 x {steps}", {"micro_batch_size": 1, "accumulation_steps": steps}

@@ -147,8 +147,8 @@ class Search:
     def sketched(self, point: Point) -> Case:
         """The point's case without a trace of its own."""
         strategy = point.strategy
-        tracer = self.tracers.of(strategy.optimizer, strategy.compile)
-        key = tracer.variant, strategy.precision, strategy.compile
+        tracer = self.tracers.of(strategy.optimizer, strategy.compile, strategy.attention)
+        key = tracer.variant, strategy.precision, strategy.compile, strategy.attention
         if key not in self._sketches:
             self._sketches[key] = Sketch(tracer, strategy.precision, self._largest, self.target.seq_len)
         sketch, size, ranks = self._sketches[key], strategy.micro_batch_size, strategy.mesh.tensor
@@ -160,7 +160,7 @@ class Search:
 
     def _traced(self, point: Point) -> Case:
         strategy = point.strategy
-        tracer = self.tracers.of(strategy.optimizer, strategy.compile)
+        tracer = self.tracers.of(strategy.optimizer, strategy.compile, strategy.attention)
         what = strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,)
         accumulates = strategy.accumulation_steps > 1
         split = None

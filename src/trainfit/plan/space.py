@@ -10,6 +10,7 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.target import Target
 from trainfit.profile import AllocatorSettings, Layout, Offload, Tier
+from trainfit.rehearsal.attention_scores import attention_holds_scores
 from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.step.strategy import Strategy
 from trainfit.techniques import TECHNIQUES
@@ -40,7 +41,8 @@ class Point:
     @property
     def kind(self) -> tuple[object, ...]:
         """Points whose rehearsals differ from the fast model by about as much."""
-        return self.layout, self.strategy.precision, self.strategy.optimizer, self.strategy.compile
+        strategy = self.strategy
+        return self.layout, strategy.precision, strategy.optimizer, strategy.compile, strategy.attention
 
     def with_tiers(self, tiers: Sequence[Tier]) -> Strategy:
         return replace(self.strategy, tiers=tuple(tiers))
@@ -61,8 +63,10 @@ def asked_of(workload: Workload, hardware: Hardware, target: Target, facts: Mode
         "recompute_ahead": target.recompute_ahead or 0,
         "compile": target.compile,
         "offload": target.offload or Offload(),
+        "attention": target.attention,
     }
-    return Asked(workload, hardware, settings, target.may_change, clips, facts.can_chunk, facts.dim)
+    holds = target.attention == "auto" and attention_holds_scores(workload, hardware)
+    return Asked(workload, hardware, settings, target.may_change, clips, facts.can_chunk, facts.dim, holds)
 
 
 def points_of(layout: Layout, micro_batch_size: int, target: Target, asked: Asked) -> Iterator[Point]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Kind
 from trainfit.profile import (
+    ATTENTIONS,
     PRECISIONS,
     AllocatorSettings,
+    Attention,
     Cast,
     Compile,
     FrozenStorage,
@@ -48,6 +50,7 @@ class Target:
     offload: where blocks may put what they save; None keeps it on the device.
     layouts: every arrangement of the devices that may be taken, all that techniques find where there are none;
         tokens_per_step are those of all ranks.
+    attention: see Strategy; "auto" lets a plan choose blockwise attention where the model's own holds all scores.
     Raises RecipeError for sizes below one and for words that are not known.
     """
 
@@ -65,6 +68,7 @@ class Target:
     recompute_ahead: int | None = None
     compile: Compile = Compile()
     offload: Offload | None = None
+    attention: Attention | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):
@@ -79,6 +83,8 @@ class Target:
             raise RecipeError(f"unknown precision {self.precision!r}; one of {', '.join(PRECISIONS)}")
         if self.cast not in get_args(Cast):
             raise RecipeError(f"unknown cast {self.cast!r}; it is {' or '.join(get_args(Cast))}")
+        if self.attention not in ("auto", *ATTENTIONS):
+            raise RecipeError(f"unknown attention {self.attention!r}; one of auto, {', '.join(ATTENTIONS)}")
         may_be_half = self.precision != "fp32" or "precision" in self.may_change
         if self.cast == "block" and not may_be_half:
             raise RecipeError("cast block casts fp32 weights to a lower precision, which is fp32; set precision: bf16")

@@ -19,7 +19,7 @@ from dataclasses import replace
 from trainfit.hardware import Hardware
 from trainfit.plan.cost import MUST_WIN
 from trainfit.plan.target import Target
-from trainfit.profile import COMPILED_TIERS, Compile, OptimizerVariant, Precision
+from trainfit.profile import COMPILED_TIERS, Attention, Compile, OptimizerVariant, Precision
 from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.rehearsal.operator_cost import ADAMW_BYTES
 from trainfit.rehearsal.trace import Tracer
@@ -35,14 +35,21 @@ class Tracers:
 
     def __init__(self, workload: Workload, hardware: Hardware, target: Target) -> None:
         self.workload, self.hardware, self.target = workload, hardware, target
-        self._made: dict[tuple[OptimizerVariant, Compile], Tracer] = {}
+        self._made: dict[tuple[OptimizerVariant, Compile, Attention], Tracer] = {}
+        self._usual: Attention = "blockwise" if target.attention == "blockwise" else "model"
 
-    def of(self, variant: OptimizerVariant, compiled: Compile = Compile()) -> Tracer:
-        """The tracer whose weights are of the variant's dtype, and whose blocks are compiled like that."""
+    def of(
+        self, variant: OptimizerVariant, compiled: Compile = Compile(), attention: Attention | None = None
+    ) -> Tracer:
+        """The tracer whose weights are of the variant's dtype, and whose blocks are compiled like that.
+
+        attention: the target's where none is given.
+        """
+        attention = attention or self._usual
         is_half = variant.weights != "fp32"
         asked = self.target.optimizer
         traced = asked if is_half == (asked.weights != "fp32") else OptimizerVariant(weights="bf16_residual")
-        if (key := (traced, compiled)) not in self._made:
+        if (key := (traced, compiled, attention)) not in self._made:
             tiers = searched_tiers(self.hardware, self.target.may_change, self.target.offload)
             self._made[key] = Tracer(
                 self.workload,
@@ -52,6 +59,7 @@ class Tracers:
                 precision=self.target.precision,
                 cast=self.target.cast if not is_half else "operator",
                 tiers=[tier for tier in tiers if tier in COMPILED_TIERS] if compiled.blocks else tiers,
+                attention=attention,
                 compiled=compiled,
                 offload=self.target.offload,
             )

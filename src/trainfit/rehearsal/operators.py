@@ -95,6 +95,12 @@ def leaves_to_its_handler(kind: type) -> bool:
     return is_traceable_wrapper_subclass_type(kind)
 
 
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether autograd takes an operator apart before a mode sees it."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
 def _grouped_mm(first: Tensor, second: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """The fake kernel wants bf16; on a CPU the real one takes fp32 as well.
 

@@ -16,6 +16,7 @@ from trainfit.hardware import Hardware, Ranks
 from trainfit.hardware.runtime import rehearsed
 from trainfit.profile import (
     SEARCH_TIERS,
+    Attention,
     BlockTrace,
     Cast,
     Compile,
@@ -45,6 +46,7 @@ from trainfit.rehearsal.timeline import TRANSFERS, StepClock
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques.activation import forget_recompute, offload_block, recompute_block
+from trainfit.techniques.attention import AttentionKind
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
 from trainfit.techniques.compiled import Graphs, compile_block, forget_compile
@@ -96,10 +98,11 @@ class Tracer:
         cast: Cast = "operator",
         tiers: Sequence[Tier] = SEARCH_TIERS,
         offload: Offload | None = None,
+        attention: Attention = "model",
         split: tuple[Ranks, TensorParallel] | None = None,
         compiled: Compile = Compile(),
     ) -> None:
-        """frozen_weights: how they are kept where the compute dtype is `precision`. cast: see Strategy.
+        """frozen_weights: how they are kept where the compute dtype is `precision`. cast, attention: see Strategy.
 
         tiers: those that are traced. compiled: how blocks are. offload: where some of the tiers send what they save.
         split: over which tensor ranks, and how; see split_trace().
@@ -111,6 +114,7 @@ class Tracer:
             "cast": cast,
             "tiers": tiers,
             "offload": self._offload,
+            "attention": attention,
         }
         self._graphs: dict[tuple[Any, ...], Graphs] = {}  # by what would make them be compiled once more
         self.tiers = tuple(tiers)
@@ -130,6 +134,7 @@ class Tracer:
             if split is not None:
                 self._build.ranks = split[0]
                 TensorSplit().apply(self._build, split[1])
+            AttentionKind().apply(self._build, attention)
             BlockCasts().apply(self._build, cast)
             OptimizerStates().apply(self._build, self.variant)
             self.facts = self._facts()

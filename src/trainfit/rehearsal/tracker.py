@@ -39,12 +39,13 @@ from trainfit.rehearsal.events import JOIN, SHELL, Entry, Event, Work, in_place_
 from trainfit.rehearsal.flops import model_flops
 from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import OperatorCost, is_recompute
-from trainfit.rehearsal.operators import fake_result, is_unknown_number, leaves_to_its_handler
+from trainfit.rehearsal.operators import fake_result, is_composite, is_unknown_number, leaves_to_its_handler
 from trainfit.rehearsal.record import StepRecord
 from trainfit.rehearsal.replay import START
 from trainfit.rehearsal.timeline import StepClock
 from trainfit.rehearsal.whereabouts import Whereabouts
 from trainfit.rehearsal.workspaces import FUSED, Sizes, kept_bytes, scratch_sizes
+from trainfit.techniques.blockwise_attention import INSIDE
 
 _ADD = torch.ops.aten.add.Tensor
 _JOINS = frozenset({torch.ops.aten.stack.default, torch.ops.aten.cat.default})
@@ -87,6 +88,7 @@ class StorageTracker(TorchDispatchMode):
         self._next = 0
         self._operator = START
         self._looks_away = False
+        self._is_inside = False  # an operator of several, whose parts come whole where autograd would take them apart
         self._streams: dict[int, tuple[int, Any]] = {}  # by id: number, and the stream itself, to keep the id its own
         self._more: dict[int, int] = {}  # by storage: what the device keeps more than it holds
         self._entered: list[ExitStack] = []
@@ -227,6 +229,11 @@ class StorageTracker(TorchDispatchMode):
             return 1.0
         if any(map(leaves_to_its_handler, types)):
             return NotImplemented
+        if func in INSIDE:
+            return self._goes_inside(func, args, kwargs)
+        if self._is_inside and is_composite(func):
+            with self._again():
+                return func.decompose(*args, **kwargs)
         output = fake_result(func, args, kwargs)
         self._operator = func._schema.name
         self.whereabouts.look()
@@ -243,6 +250,40 @@ class StorageTracker(TorchDispatchMode):
             self._passing(sizes, owner)
         self._takes_time(func, self._all(args, owners), kwargs, self._all((output,), owners)[0], owner)
         return output
+
+    def _goes_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Watches what an operator of several runs. See NOTE [ One operator ] in blockwise_attention.py."""
+        run, share = INSIDE[func]
+        start = len(self.log)
+        self._is_inside = True
+        try:
+            with self._again():
+                output = run(*args, **kwargs, repeated=self._repeated)
+        finally:
+            self._is_inside = False
+        for entry in self.log[start:]:
+            if isinstance(entry, Work):
+                entry.flops *= share
+        return output
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Sees operators also while one is handled."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _repeated(self, times: float) -> Iterator[None]:
+        """What runs inside counts so often."""
+        start = len(self.log)
+        yield
+        for entry in self.log[start:]:
+            if isinstance(entry, Work):
+                entry.seconds *= times
+                entry.flops *= times
 
     def _made(self, output: Any, in_place_of: int | None, owners: Sequence[str]) -> None:
         """Outputs are born. owners: of each, or of the only one."""

@@ -14,6 +14,7 @@ from trainfit.profile import (
     PRECISIONS,
     TIERS,
     AllocatorSettings,
+    Attention,
     Cast,
     Compile,
     FrozenStorage,
@@ -30,6 +31,7 @@ from trainfit.profile import (
 )
 from trainfit.step.strategy_rules import (
     check_allocator,
+    check_attention,
     check_casts,
     check_compile,
     check_offload,
@@ -78,6 +80,7 @@ class Strategy:
         than one sequence; 0 stands for micro_batch_size sequences of the full length.
     compile: which blocks are compiled.
     offload: where blocks under an offload tier put what they save.
+    attention: whose it is: the model's own, or blockwise attention.
     """
 
     micro_batch_size: int
@@ -99,6 +102,7 @@ class Strategy:
     micro_batch_tokens: int = 0
     compile: Compile = Compile()
     offload: Offload = Offload()
+    attention: Attention = "model"
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -132,6 +136,7 @@ class Strategy:
         check_table(self)
         check_compile(self)
         check_offload(self.offload)
+        check_attention(self)
 
     @property
     def sequences_per_step(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainfit.errors import RecipeError
 from trainfit.profile import (
+    ATTENTIONS,
     COMPILED_TIERS,
     FROZEN_STORAGES,
     OPTIMIZER_KINDS,
@@ -165,6 +166,21 @@ def check_pipeline(pipeline: Pipeline, mesh: Mesh, accumulation_steps: int) -> N
         raise RecipeError(
             f"accumulation_steps is {accumulation_steps}, too few or uneven for {schedule} over mesh.pipeline "
             f"{mesh.pipeline}; use accumulation_steps={need} with smaller micro batches, or fewer stages"
+        )
+
+
+def check_attention(strategy: Strategy) -> None:
+    if strategy.attention not in ATTENTIONS:
+        raise RecipeError(f"unknown attention {strategy.attention!r}; one of {', '.join(ATTENTIONS)}")
+    if strategy.attention == "blockwise" and "recompute_core" in strategy.tiers:
+        raise RecipeError(
+            "activation recompute_core recomputes attention's scores, which attention blockwise never holds; use keep "
+            "or attention, or attention: model"
+        )
+    if strategy.attention == "blockwise" and strategy.compile.blocks:
+        raise RecipeError(
+            "compile makes a graph of a whole block, and attention blockwise is an operator that it does not look "
+            "into; set attention: model, or leave compile out"
         )
 
 

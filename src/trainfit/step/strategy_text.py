@@ -26,10 +26,11 @@ def describe_strategy(strategy: Strategy) -> str:
     precision = f"{strategy.precision} scaled by block" if by_block else strategy.precision
     frozen = [] if strategy.frozen_weights == "fp32" else [f"frozen weights in {strategy.frozen_weights}"]
     ahead = ["recomputed one block ahead"] if strategy.recompute_ahead else []
+    attention = [] if strategy.attention == "model" else [f"{strategy.attention} attention"]
     variant = describe_variant(strategy.optimizer)
     allocator = describe_allocator(strategy.allocator)
     compiled = describe_compile(strategy.compile)
-    what = [tiers, *ahead, *compiled, chunks, precision, *describe_offload(strategy)]
+    what = [tiers, *ahead, *attention, *compiled, chunks, precision, *describe_offload(strategy)]
     return ", ".join([size, *what, *frozen, *variant, *describe_mesh(strategy), *allocator])
 
 

@@ -1,6 +1,7 @@
 """One file for each way to save memory; TECHNIQUES is their order."""
 
 from trainfit.techniques.activation import ActivationTiers
+from trainfit.techniques.attention import AttentionKind
 from trainfit.techniques.base import Build, Observer, Stage, Technique
 from trainfit.techniques.block_cast import BlockCasts
 from trainfit.techniques.chunked_loss import ChunkedLoss
@@ -20,6 +21,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     FrozenWeights(),
     PipelineStages(),
     TensorSplit(),
+    AttentionKind(),
     BlockCasts(),
     Offloading(),
     ActivationTiers(),

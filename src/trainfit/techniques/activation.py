@@ -44,6 +44,7 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Hardware
 from trainfit.profile import SEARCH_TIERS, Offload, Tier
 from trainfit.techniques.base import Asked, Build, Draft, Stage
+from trainfit.techniques.blockwise_attention import FORWARD as BLOCKWISE_ATTENTION
 from trainfit.techniques.compression import COMPRESSED, CompressionPlan
 from trainfit.techniques.kept_outputs import KeepRules, Rule
 from trainfit.techniques.offload import OFFLOADED, BlockOffload, Stash, new_stash, notes_on
@@ -122,11 +123,12 @@ def _overloads(names: Sequence[str], rule: Rule) -> dict[Any, Rule]:
 @cache
 def keep_rules(tier: Tier) -> KeepRules:
     """Which operators' outputs a tier stores."""
-    attention = _overloads(_ATTENTION, _always) | _overloads(_BATCHED_MATMULS, _no_larger_than_inputs)
+    fused = _overloads(_ATTENTION, _always) | {BLOCKWISE_ATTENTION: _always}
+    attention = fused | _overloads(_BATCHED_MATMULS, _no_larger_than_inputs)
     if tier == "pointwise":
         return _overloads(_MATMULS, _wide_enough) | attention
     if tier == "selective":
-        return _overloads((*_SELECTIVE, *_ATTENTION), _always) | _overloads(("aten.mm",), _every_second)
+        return fused | _overloads(_SELECTIVE, _always) | _overloads(("aten.mm",), _every_second)
     return attention if tier == "attention" else {}
 
 

@@ -157,7 +157,8 @@ class Asked:
 
     settings: what the target asks for, by field of Strategy. may_change: "precision", "optimizer".
     clips: whether gradients are clipped by their norm. can_chunk, dim: whether the head can be cut off, and the width
-    of the hidden states that it takes.
+    of the hidden states that it takes. attention_holds_scores: whether the model's attention holds all its scores, and
+    blockwise attention could be put in its place.
     """
 
     workload: Workload
@@ -167,6 +168,7 @@ class Asked:
     clips: bool = True
     can_chunk: bool = True
     dim: int = 1
+    attention_holds_scores: bool = False
 
     @cached_property
     def model(self) -> nn.Module:

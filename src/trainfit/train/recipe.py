@@ -270,8 +270,8 @@ class Recipe(_Section):
 
     activation: a policy that decides the tiers; None leaves them to the plan. recompute_ahead: blocks that are
     recomputed ahead of time; None lets a plan try it.
-    activation: a policy that decides the tiers; None leaves them to the plan.
     per_batch: true, or its settings: tiers follow the length of each micro batch, for data.lengths: documents.
+    attention: auto leaves it to the plan.
     weights: a folder of safetensors to start from. freeze, train_only: patterns on names of parameters.
     """
 
@@ -291,6 +291,7 @@ class Recipe(_Section):
     train_only: Patterns | None = None
     frozen_weights: FrozenStorage = "fp32"
     compile: Annotated[str, BeforeValidator(checked_compile)] = "none"
+    attention: Literal["auto", "model", "blockwise"] = "auto"
     activation: Annotated[str, BeforeValidator(lambda value: str(parse_policy(str(value))))] | None = None
     recompute_ahead: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
     per_batch: Annotated[PerBatchSettings | None, BeforeValidator(_on_or_off)] = None

@@ -56,3 +56,8 @@ def configs_of(model: nn.Module) -> tuple[Any, ...]:
     if model not in _CONFIGS:
         _CONFIGS[model] = inner_configs(model)
     return _CONFIGS[model]
+
+
+def forget_configs() -> None:
+    """To be called where models got other configs."""
+    _CONFIGS.clear()
