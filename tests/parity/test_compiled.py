@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainfit.errors import DeviceError, ModelError, RecipeError
 from trainfit.hardware import this_machine
-from trainfit.profile import Compile, Profile, Tier
+from trainfit.profile import Compile, Mesh, Profile, Tier, Zero
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.techniques import compiled
@@ -130,6 +130,12 @@ def test_tiers_that_keep_single_operators_are_refused(tier: Tier):
 def test_settings_out_of_range_are_refused(setting: Compile, words: str):
     with pytest.raises(RecipeError, match=words):
         Strategy(1, compile=setting)
+
+
+@pytest.mark.parametrize("dim", ["pipeline", "replicate", "shard", "tensor"])
+def test_several_devices_are_refused(dim: str):
+    with pytest.raises(RecipeError, match=f"compile runs on one device, mesh.{dim} is 2"):
+        Strategy(1, 2, compile=Compile(1), mesh=Mesh(**{dim: 2}), zero=Zero(int(dim == "shard")))
 
 
 def test_a_block_that_is_no_single_graph_is_one_line():

@@ -10,6 +10,7 @@ from trainfit.profile import (
     ATTENTIONS,
     COMPILED_TIERS,
     FROZEN_STORAGES,
+    MESH_DIMS,
     OPTIMIZER_KINDS,
     PIPELINE_SCHEDULES,
     PRECISIONS,
@@ -265,9 +266,10 @@ def check_compile(strategy: Strategy) -> None:
             f"activation tier {unseen[0]!r} keeps what single operators make, and a compiled block has none that can "
             "be seen; use keep with compile.budget below 1, or full"
         )
-    if strategy.mesh.tensor > 1 or strategy.mesh.pipeline > 1:
-        name = "tensor" if strategy.mesh.tensor > 1 else "pipeline"
-        raise RecipeError(f"compile does not work with mesh.{name} {getattr(strategy.mesh, name)}; leave one out")
+    if dims := [dim for dim, size in zip(MESH_DIMS, strategy.mesh.shape) if size > 1]:
+        raise RecipeError(
+            f"compile runs on one device, mesh.{dims[0]} is {getattr(strategy.mesh, dims[0])}; leave one of them out"
+        )
     if strategy.recompute_ahead:
         raise RecipeError("compile does not work with recompute_ahead 1; leave one of them out")
     if strategy.tier_table:
