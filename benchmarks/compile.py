@@ -72,7 +72,7 @@ def compiled_step(strategy: Strategy) -> tuple[Variant, TrainStep]:
 
 def main(rounds: int) -> int:
     torch.set_num_threads(1)
-    heap = Heap()
+    heap = Heap("python benchmarks/compile.py")
     variants = [Variant("plain loop", plain_step()), whole_model_compiled()]
     expected: dict[str, tuple[float, float]] = {}
     steps: dict[str, TrainStep] = {}
