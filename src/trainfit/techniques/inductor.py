@@ -26,8 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-# What g++ takes for one of Inductor's kernels: the mean of those of two blocks, on one core of a server.
-# benchmarks/compile.py measures it.
+# What g++ takes for one of Inductor's kernels: an assumption, until benchmarks/compile.py has run on a quiet machine.
 KERNEL_SECONDS = 2.0
 
 _LIBRARY = torch.library.Library("trainfit", "FRAGMENT")
