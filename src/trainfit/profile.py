@@ -23,6 +23,7 @@ Tier = Literal[
     "offload",
     "offload_pointwise",
     "offload_full",
+    "discard",
 ]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerKind = Literal["adamw", "adafactor"]

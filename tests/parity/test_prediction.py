@@ -31,6 +31,7 @@ SETTINGS = {
     "attention-again": ("recompute_attention", {"loss_chunks": 4}),
     "core-again-bf16": ("recompute_core", {"precision": "bf16", "loss_chunks": 4}),
     "mlp-again-bf16": ("recompute_mlp", {"precision": "bf16", "loss_chunks": 4}),
+    "discard-bf16": ("3*discard,1*full", {"precision": "bf16", "loss_chunks": 4}),
     "int8-accumulated": ("keep_int8", {"accumulation_steps": 3, "loss_chunks": 4}),
     "fp8-among-others-bf16": ("1*keep_fp8,1*full,1*keep_fp8,1*keep", {"precision": "bf16", "loss_chunks": 4}),
     "bf16-for-fp32": ("1*pointwise,3*keep_bf16", {"loss_chunks": 4}),

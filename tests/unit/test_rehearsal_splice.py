@@ -85,6 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], Strategy, int]] = {
     "ahead, then kept": (LLAMA, strategy("9*full,3*keep", 2, mesh=Mesh(replicate=2), recompute_ahead=1), 0),
     "dense and experts": (EXPERTS, strategy("pointwise", 2), 0),
     "compressed": (LLAMA, strategy("6*keep_int8,6*keep_fp8", 2, cast="block"), 0),
+    "made again": (LLAMA, strategy("discard", 2), 0),
     "buffers": (BUFFERS, strategy("attention"), 0),
     "blockwise attention": (CAPPED, strategy("attention", 2, attention="blockwise"), 0),
     "replicas": (LLAMA, strategy("full", 2, mesh=Mesh(replicate=2)), 0),

@@ -21,6 +21,7 @@ TIER_WORDS: Mapping[str, tuple[str, str]] = {
     "keep_bf16": ("what autograd saves, fp32 as bf16", "nothing"),
     "keep_int8": ("what autograd saves, in int8", "nothing"),
     "keep_fp8": ("what autograd saves, in fp8", "nothing"),
+    "discard": ("all but outputs of norms and activations", "these"),
     "pointwise": ("input, outputs of matmuls and attention", "norms, rotations, activation functions, sums"),
     "attention": ("input, output of attention", "all but attention"),
     "full": ("input", "everything"),

@@ -13,6 +13,9 @@ recompute_attention  all but what the block's attention module saves inside; its
 recompute_core       all but what F.scaled_dot_product_attention saves; queries, keys and values. Megatron's core_attn
 recompute_mlp        all but what the block's mlp module saves inside; its input. Megatron's mlp
 
+discard    what plain autograd saves but outputs of norms and activation functions, which their operator makes again
+           from what it has saved itself; see made_again.py
+
 These keep what plain autograd saves in fewer bytes, so gradients differ a little; see compression.py:
 
 keep_bf16  fp32 as bf16

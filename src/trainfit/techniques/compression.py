@@ -41,11 +41,17 @@ from torch.utils._pytree import tree_leaves
 from trainfit.errors import RecomputeError
 from trainfit.hardware import Accelerator
 from trainfit.profile import Tier
+from trainfit.techniques.made_again import Eps, MadeAgain, Source, eps_of, numbers_of, storage_of
 from trainfit.techniques.quantised import dequantise, quantise
 from trainfit.techniques.recompute import asks_for_gradients
 
-Storage = Literal["bf16", "int8", "fp8"]
-COMPRESSED: Mapping[Tier, Storage] = {"keep_bf16": "bf16", "keep_int8": "int8", "keep_fp8": "fp8"}
+Storage = Literal["bf16", "int8", "fp8", "made_again"]
+COMPRESSED: Mapping[Tier, Storage] = {
+    "keep_bf16": "bf16",
+    "keep_int8": "int8",
+    "keep_fp8": "fp8",
+    "discard": "made_again",  # no codes, but what its operator makes again: see made_again.py
+}
 
 BLOCK_SIZE = 128  # numbers that share a scale: 1 + 4/128 bytes each
 _SMALLEST = 4096
@@ -82,7 +88,7 @@ class CompressionPlan:
         assert block is not None
         if not torch.is_grad_enabled() or not asks_for_gradients(block, (args, kwargs)):
             return self.forward(block, *args, **kwargs)  # nothing is saved
-        call = _Call(self, _tensors((args, kwargs)))
+        call = _Call(self, _tensors((args, kwargs)), eps_of(block) if self.kind == "made_again" else {})
         with saved_tensors_hooks(call.pack, _unpack):
             output = self.forward(block, *args, **kwargs)
         call.finish(output)
@@ -98,11 +104,11 @@ class CompressionPlan:
 class _Call:
     """One forward of one block: packs what autograd saves."""
 
-    def __init__(self, plan: CompressionPlan, inputs: list[Tensor]) -> None:
-        self.plan = plan
-        self.inputs = [_storage_of(tensor) for tensor in inputs]
+    def __init__(self, plan: CompressionPlan, inputs: list[Tensor], eps: Eps) -> None:
+        self.plan, self.eps = plan, eps
+        self.inputs = [storage_of(tensor) for tensor in inputs]
         floats = [tensor for tensor in inputs if tensor.is_floating_point()]
-        self.hidden = _storage_of(floats[0]) if floats else None
+        self.hidden = storage_of(floats[0]) if floats else None
         self.smallest = max([_SMALLEST, *(tensor.numel() // 16 for tensor in floats)])
         self.made: list[weakref.ref[_Codes]] = []
         self.coded: set[StorageWeakRef] = set()
@@ -116,22 +122,34 @@ class _Call:
                 return _AsItIs(tensor.detach(), tensor._version, self.plan.name)
             return _Saved(codes, tensor.shape, tensor.stride(), int(tensor.storage_offset()), self.plan.name)
 
-    def _codes_of(self, tensor: Tensor) -> _Source | None:
+    def _codes_of(self, tensor: Tensor) -> Source | None:
         """None for what is left as it is."""
         if not self._is_activation(tensor):
             return None
+        kind = self.plan.kind
+        if kind == "made_again":
+            return self._made_again(tensor)
         if (cast := _CastWeight.of(tensor)) is not None:
             return cast
         if not self._pays(tensor):
             return None
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         self.coded.add(storage)
-        key = storage.cdata, tensor._version, tensor.dtype, self.plan.kind
+        key = storage.cdata, tensor._version, tensor.dtype, kind
         codes = _MADE.get(key)
         if codes is None:
-            codes = _MADE[key] = _Codes(tensor, storage, self.plan.kind, self.plan.piece)
+            codes = _MADE[key] = _Codes(tensor, storage, kind, self.plan.piece)
             self.made.append(weakref.ref(codes))
         return codes
+
+    def _made_again(self, tensor: Tensor) -> Source | None:
+        if numbers_of(tensor) < self.smallest:
+            return None
+        key = storage_of(tensor).cdata, tensor._version, tensor.dtype, self.plan.kind
+        found = _MADE.get(key)
+        if found is None and (found := MadeAgain.of(tensor, self.eps)) is not None:
+            _MADE[key] = found
+        return found
 
     def _is_activation(self, tensor: Tensor) -> bool:
         is_plain = type(tensor) is Tensor or type(tensor) is FakeTensor
@@ -142,35 +160,30 @@ class _Call:
         if tensor.dtype not in (larger if self.plan.kind == "bf16" else (*larger, torch.bfloat16, torch.float16)):
             return False
         # All of the storage must have been written by what made the tensor, or the tensor that it is a view of.
-        whole = _numbers(tensor)
+        whole = numbers_of(tensor)
         base = tensor._base
         return whole >= self.smallest and (tensor.numel() == whole or (base is not None and base.numel() == whole))
 
     def finish(self, output: Any) -> None:
         """Forward has ended. See NOTE [ What is left as it is ]: what someone else holds."""
-        moves_on = {*self.inputs, *map(_storage_of, _tensors(output))}
+        moves_on = {*self.inputs, *map(storage_of, _tensors(output))}
         for codes in filter(None, (made() for made in self.made)):
             if codes.original not in moves_on and not codes.original.expired():
                 codes.take_original()
         self.plan.frees_input = self.hidden in self.coded
 
 
-class _Source:
-    """What a storage's numbers are made of when backward asks: one, in the order of memory."""
-
-    def value(self, name: str) -> Tensor:
-        raise NotImplementedError
-
-
-class _Codes(_Source):
+class _Codes(Source):
     """A storage's numbers as codes, until they are asked for. See NOTE [ Codes of a storage ].
 
     original: keeps the storage's address from being given to another one, so that it names this one in _MADE.
     """
 
-    def __init__(self, tensor: Tensor, original: StorageWeakRef, kind: Storage, piece: int) -> None:
+    def __init__(
+        self, tensor: Tensor, original: StorageWeakRef, kind: Literal["bf16", "int8", "fp8"], piece: int
+    ) -> None:
         self.original, self.dtype, self.piece = original, tensor.dtype, piece
-        flat = tensor.detach().as_strided((_numbers(tensor),), (1,), 0)
+        flat = tensor.detach().as_strided((numbers_of(tensor),), (1,), 0)
         self._value: Tensor | None = None
         self._scales: Tensor | None = None
         self._rest: Tensor | None = None  # the last numbers, too few for a block of codes
@@ -211,10 +224,10 @@ class _Codes(_Source):
         return coded if self._rest is None else torch.cat([coded, self._rest])
 
 
-_MADE: weakref.WeakValueDictionary[tuple[Any, ...], _Codes] = weakref.WeakValueDictionary()
+_MADE: weakref.WeakValueDictionary[tuple[Any, ...], _Codes | MadeAgain] = weakref.WeakValueDictionary()
 
 
-class _CastWeight(_Source):
+class _CastWeight(Source):
     """A weight in the dtype of autocast: cast again where it is asked for."""
 
     def __init__(self, weight: nn.Parameter, dtype: torch.dtype) -> None:
@@ -229,7 +242,7 @@ class _CastWeight(_Source):
         if node is None or node.name() != "ToCopyBackward0":
             return None
         weight = getattr(node.next_functions[0][0], "variable", None)
-        if not isinstance(weight, nn.Parameter) or not weight.is_contiguous() or weight.numel() != _numbers(tensor):
+        if not isinstance(weight, nn.Parameter) or not weight.is_contiguous() or weight.numel() != numbers_of(tensor):
             return None
         return cls(weight, tensor.dtype)
 
@@ -243,7 +256,7 @@ class _CastWeight(_Source):
 class _Saved:
     """In place of a saved tensor: a view of what its storage's codes stand for."""
 
-    source: _Source
+    source: Source
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -280,15 +293,6 @@ def _unpack(packed: Any) -> Tensor:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _storage_of(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-def _numbers(tensor: Tensor) -> int:
-    """How many its storage has room for."""
-    return tensor.untyped_storage().nbytes() // tensor.itemsize
 
 
 # ---- what it does to numbers ---------------------------------------------------------------------------------------

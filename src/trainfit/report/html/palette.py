@@ -25,6 +25,7 @@ _TIERS: Mapping[str, str] = {
     "keep_bf16": "#d5e8d0",
     "keep_int8": "#b5d6ab",
     "keep_fp8": "#98c58b",
+    "discard": "#c0d9ec",
     "pointwise": "#8fbddc",
     "selective": "#7aaed3",
     "recompute_core": "#b3d2e8",
