@@ -105,6 +105,11 @@ class Draft:
         if self.job.strategy.compile.blocks:
             self.note(f"compile: {theirs}, which is not written here", "compile")
 
+    def batch(self, each: str, steps: str) -> dict[str, Any]:
+        """Sizes of micro batches and how many make a step, under the names that a system has for them."""
+        self.express("micro_batch_size", "accumulation_steps")
+        return {each: self.job.strategy.micro_batch_size, steps: self.job.strategy.accumulation_steps}
+
     def note_environment(self) -> None:
         """For files that set no variables."""
         for name, value in self.job.environment.items():

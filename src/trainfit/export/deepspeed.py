@@ -36,12 +36,9 @@ def deepspeed(job: Job) -> Export:
 
 
 def _batch(job: Job, draft: Draft) -> dict[str, Any]:
-    strategy = job.strategy
-    draft.express("micro_batch_size", "accumulation_steps")
     return {
-        "train_batch_size": strategy.sequences_per_step,
-        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
-        "gradient_accumulation_steps": strategy.accumulation_steps,
+        "train_batch_size": job.strategy.sequences_per_step,
+        **draft.batch("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
         "gradient_clipping": job.max_grad_norm or 0.0,
     }
 

@@ -118,17 +118,23 @@ def adam(job: Job, draft: Draft, system: str) -> Arguments:
     return ["--optimizer adam"]
 
 
+def residual_weights(job: Job, draft: Draft, argument: str) -> Arguments:
+    """The argument that keeps bf16 weights and the 16 bits that make them fp32, where those of the plan are near it."""
+    weights = job.strategy.optimizer.weights
+    if weights not in ("bf16_residual", "bf16_kahan", "bf16_stochastic"):
+        return []
+    draft.note_if(
+        weights != "bf16_residual",
+        f"optimizer.weights {weights}: bf16 weights and the other 16 bits of fp32 ones are nearest",
+    )
+    draft.express("optimizer.weights")
+    return [argument]
+
+
 def _optimizer(job: Job, draft: Draft) -> Arguments:
     """The precision-aware optimizer keeps bf16 weights and the 16 bits that make them fp32, as bf16_residual does."""
     variant = job.strategy.optimizer
-    arguments = []
-    if variant.weights in ("bf16_residual", "bf16_kahan", "bf16_stochastic"):
-        arguments += ["--main-params-dtype fp32"]
-        draft.note_if(
-            variant.weights != "bf16_residual",
-            f"optimizer.weights {variant.weights}: bf16 weights and the other 16 bits of fp32 ones are nearest",
-        )
-        draft.express("optimizer.weights")
+    arguments = residual_weights(job, draft, "--main-params-dtype fp32")
     if variant.gradients == "half" and job.strategy.zero.reduce_dtype == "bf16":
         arguments += ["--main-grads-dtype bf16"]
         draft.express("optimizer.gradients")

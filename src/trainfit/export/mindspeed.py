@@ -12,6 +12,7 @@ from trainfit.export.megatron import (
     loss,
     model_parallel,
     precision,
+    residual_weights,
     shared_stage,
     shell,
 )
@@ -38,14 +39,7 @@ def _optimizer(job: Job, draft: Draft) -> Arguments:
     """--reuse-fp32-param is bf16_residual: 16 bits more make bf16 weights fp32 again."""
     variant = job.strategy.optimizer
     host, small = variant.place == "host", variant.states in ("int8", "fp8")
-    arguments: Arguments = []
-    if variant.weights in ("bf16_residual", "bf16_kahan", "bf16_stochastic"):
-        arguments += ["--reuse-fp32-param"]
-        draft.note_if(
-            variant.weights != "bf16_residual",
-            f"optimizer.weights {variant.weights}: bf16 weights and the other 16 bits of fp32 ones are nearest",
-        )
-        draft.express("optimizer.weights")
+    arguments = residual_weights(job, draft, "--reuse-fp32-param")
     if small and not host:
         arguments += ["--quant-states fp8"]
         draft.note_if(variant.states == "int8", "optimizer.states int8: fp8 is as small")

@@ -34,11 +34,8 @@ def trl(job: Job) -> Export:
 
 def _batch(job: Job, draft: Draft) -> dict[str, Any]:
     """Packed, since a plan counts on full sequences."""
-    strategy = job.strategy
-    draft.express("micro_batch_size", "accumulation_steps")
     return {
-        "per_device_train_batch_size": strategy.micro_batch_size,
-        "gradient_accumulation_steps": strategy.accumulation_steps,
+        **draft.batch("per_device_train_batch_size", "gradient_accumulation_steps"),
         "max_length": job.seq_len,
         "packing": True,
         "packing_strategy": "wrapped",
