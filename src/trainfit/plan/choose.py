@@ -14,6 +14,7 @@ from trainfit.plan.reasons import (
     allocator_note,
     alternatives_of,
     attention_note,
+    binds,
     compile_note,
     more_memory,
     notes_of,
@@ -89,7 +90,7 @@ def choose(
             *compile_note(chosen.strategy, profile, hardware),
             *rehearsals.notes,
         ),
-        binds=chosen.binding(profile.peak_phase),
+        binds=binds(chosen, profile),
         more_memory=more_memory(search, chosen, profile) if fits else None,
     )
 

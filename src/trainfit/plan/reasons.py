@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -205,9 +206,18 @@ def attention_note(target: Target, strategy: Strategy) -> tuple[str, ...]:
     )
 
 
+def binds(chosen: Candidate, profile: Profile) -> str:
+    """The event that limits: that of the block where the rehearsal has its peak, else the fast model's."""
+    block = re.match(r"block \d+", profile.peak_place)
+    if block is not None and profile.peak_phase in ("forward", "backward"):
+        return f"{profile.peak_phase} of {block[0]}"
+    return chosen.binding(profile.peak_phase)
+
+
 def notes_of(target: Target) -> tuple[str, ...]:
     tokens = target.sequences_per_step * target.seq_len
     if tokens == target.tokens_per_step:
         return ()
     asked = f"{target.tokens_per_step} tokens a step are not a whole number of sequences of {target.seq_len}"
-    return (f"{asked}; the plan takes {target.sequences_per_step} sequences, {tokens} tokens",)
+    taken = f"{target.sequences_per_step} sequence{'s' if target.sequences_per_step > 1 else ''}"
+    return (f"{asked}; the plan takes {taken}, {tokens} tokens",)
