@@ -85,6 +85,12 @@ class Plan:
         return self.target.budget_bytes
 
     @property
+    def devices(self) -> str:
+        """In words, such as "8 x ascend-910b3"."""
+        size = self.strategy.mesh.size
+        return self.device if size == 1 else f"{size} x {self.device}"
+
+    @property
     def hash(self) -> str:
         """Twelve hex digits of model, device, target, strategy and peak; every run and report cites them."""
         sizes = [self.allowed_bytes, self.predicted.peak_bytes]

@@ -27,7 +27,7 @@ def plan_view(plan: Plan) -> RenderableType:
     """Plain training and the chosen strategy side by side, then the reason; that of a plan which fails is an error."""
     left_free = format_bytes(plan.budget_bytes - plan.allowed_bytes)
     title = Text.assemble(
-        ("Plan ", "bold"), (plan.hash, "bold cyan"), f" for {plan.workload} on {plan.device} within ",
+        ("Plan ", "bold"), (plan.hash, "bold cyan"), f" for {plan.workload} on {plan.devices} within ",
         (format_bytes(plan.budget_bytes), "bold"), f", {left_free} of it left free",
     )  # fmt: skip
     speed = [Text(said)] if (said := speed_words(plan.predicted)) else []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def plan_page(plan: Plan, policies: Sequence[PolicyResult] = ()) -> Markup:
     """What was chosen, what it will need and when, what binds, and what lost. policies: those it was compared with."""
-    title = f"{plan.workload} on {plan.device}"
+    title = f"{plan.workload} on {plan.devices}"
     verdict = _verdict(plan.fits, plan.allowed_bytes - plan.predicted.needed_bytes)
     facts = [
         ("memory needed", format_bytes(plan.predicted.needed_bytes)),
