@@ -66,6 +66,13 @@ def test_help_imports_no_torch(arguments):
     assert "Usage: trainfit" in done.stdout
 
 
+def test_help_lists_all_policies():
+    from trainfit.cli.options import POLICY_NAMES
+    from trainfit.plan.policies import policy_names
+
+    assert ", ".join(policy_names()) == POLICY_NAMES
+
+
 def test_python_m_trainfit_is_the_command():
     done = subprocess.run([sys.executable, "-m", "trainfit", "--version"], capture_output=True, text=True)
     assert done.returncode == 0

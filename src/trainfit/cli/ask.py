@@ -12,6 +12,7 @@ from trainfit.cli.options import (
     MAX_DEVICES,
     MAX_MICRO_BATCH_TOKENS,
     MAX_SEQ_LEN,
+    POLICY_NAMES,
     DeviceOption,
     JsonOption,
     MemoryOption,
@@ -27,6 +28,7 @@ from trainfit.errors import RecipeError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_UNPRICED = POLICY_NAMES.replace("memory, cost, ", "")  # these two go by the prices of a plan
 TokensOption = Annotated[
     str | None,
     typer.Option("--tokens-per-step", metavar="N", show_default="one micro batch", help="Tokens of a step."),
@@ -34,7 +36,7 @@ TokensOption = Annotated[
 GranularityOption = Annotated[int, typer.Option(metavar="N", help="The answer is a multiple of it.")]
 WayOption = Annotated[
     list[str] | None,
-    typer.Option("--policy", metavar="POLICY", help="Also with this activation policy; may be repeated."),
+    typer.Option("--policy", metavar="POLICY", help=f"Also with this one; may be repeated. {_UNPRICED}."),
 ]
 AtMostOption = Annotated[int, typer.Option(metavar="N", help="Devices that there are.")]
 MicroBatchOption = Annotated[int, typer.Option("--micro-batch", metavar="N", help="Sequences at once.")]

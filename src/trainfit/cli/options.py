@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainfit.errors import RecipeError
-from trainfit.profile import Mesh, Zero
+from trainfit.profile import TIERS, Mesh, Zero
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Built-in name, Hugging Face config.json or its folder, or a recipe.")
@@ -23,7 +23,10 @@ MicroBatchOption = Annotated[
 ]
 AccumulationOption = Annotated[int, typer.Option(metavar="K", help="Micro batches in one optimizer step.")]
 PrecisionOption = Annotated[
-    str | None, typer.Option(metavar="fp32|bf16|fp16|auto", help="Compute dtype; auto takes bf16 where it is fast.")
+    str | None,
+    typer.Option(
+        metavar="fp32|bf16|fp16|auto", help="Compute dtype; auto: bf16 on a GPU or NPU that has it, else fp32."
+    ),
 ]
 ActivationOption = Annotated[
     str,
@@ -76,6 +79,11 @@ HtmlOption = Annotated[
     str | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page with pictures, too.")
 ]
 
+# Those of plan/policies.py, which imports torch.
+POLICY_NAMES = ", ".join(TIERS) + (
+    ", none, every:K, memory, cost, ratio:R, huggingface, torchtitan, torchtitan:full, torchtitan:selective:K, "
+    "megatron:selective, megatron:selective:mlp, megatron:uniform:K, megatron:block:K"
+)
 MAX_SEQ_LEN = 2**24
 MAX_MICRO_BATCH_TOKENS = 2**30  # beyond it the bytes of an attention matrix pass 2**63
 MAX_ACCUMULATION = 2**16

@@ -12,6 +12,7 @@ import typer
 from trainfit.cli.console import notes, output, print_json, status
 from trainfit.cli.options import (
     MAX_DEVICES,
+    POLICY_NAMES,
     AttentionOption,
     CastOption,
     CompileOption,
@@ -53,7 +54,8 @@ MaxGradNormOption = Annotated[
 ]
 CompareOption = Annotated[bool, typer.Option("--compare", help="Show known activation policies beside the plan.")]
 PolicyOption = Annotated[
-    list[str] | None, typer.Option("--policy", metavar="POLICY", help="Compare with this one; may be repeated.")
+    list[str] | None,
+    typer.Option("--policy", metavar="POLICY", help=f"Compare with this one; may be repeated. {POLICY_NAMES}."),
 ]
 ExportOption = Annotated[
     list[str] | None,
