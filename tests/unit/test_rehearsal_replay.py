@@ -113,6 +113,7 @@ def test_gathering_and_reducing_have_streams_of_their_own():
 
 def test_cublas_has_a_workspace_for_each_thread(of_device: Profile):
     assert library_bytes(H100.spec) == (32 * MIB, 32 * MIB)
+    assert library_bytes(H100.spec, side_streams=1) == 3 * (32 * MIB,)
     assert library_bytes(find_device("a100-80gb").spec) == (8320 * 1024, 8320 * 1024)
     assert library_bytes(find_device("ascend-910b3").spec) == ()
     assert of_device.categories["temporary"] >= 64 * MIB

@@ -259,7 +259,7 @@ def watch_step(
 
     register(((tensor, tensor) for tensor in resident_parameters(step)), "parameters")
     register(_owned_states(step), "optimizer")
-    for size in library_bytes(hardware.spec):
+    for size in library_bytes(hardware.spec, side_streams=step.strategy.recompute_ahead):
         tracker.hold(size, "temporary")
     register_gradients()
     # On a CPU the whole window is there; a device is sent one micro batch at a time.

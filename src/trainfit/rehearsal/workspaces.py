@@ -155,10 +155,13 @@ _BLAS_BYTES, _BLAS_BYTES_FROM_HOPPER = (2 * 4096 + 8 * 16) * 1024, 8 * 4096 * 10
 _FROM_HOPPER = ("h100", "h200", "h800", "h20", "gh200", "b100", "b200", "gb200", "b300", "rtx-50")
 
 
-def library_bytes(spec: DeviceSpec) -> Sizes:
-    """Workspaces of libraries that a device's caching allocator holds as long as the process lives."""
+def library_bytes(spec: DeviceSpec, *, side_streams: int = 0) -> Sizes:
+    """Workspaces of libraries that a device's caching allocator holds as long as the process lives.
+
+    side_streams: on which matmuls run too; each has a workspace of its own.
+    """
     if spec.kind != "cuda":
         return ()
     names = {name.lower().replace(" ", "-").replace("nvidia-", "") for name in (spec.name, *spec.reported_names)}
     recent = any(name.startswith(_FROM_HOPPER) for name in names)
-    return _BLAS_HANDLES * (_BLAS_BYTES_FROM_HOPPER if recent else _BLAS_BYTES,)
+    return (_BLAS_HANDLES + side_streams) * (_BLAS_BYTES_FROM_HOPPER if recent else _BLAS_BYTES,)
