@@ -105,6 +105,29 @@ def test_dropout_is_the_same_in_recompute(target: Accelerator, activation: str):
         assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("activation", ["pointwise", "full", MIXED])
+def test_recompute_on_a_stream_of_its_own_gives_the_same_gradients(npu: Accelerator, activation: str):
+    """The stand-in's streams are numbers of torch.npu.Stream that order nothing; tests/parity has late ones."""
+    workload = workload_of("gpt2", resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.1)
+    expected = gradients(build(workload, npu, activation), window(workload))
+    step = build(workload, npu, activation, recompute_ahead=1)
+    assert not step.notes
+    found = gradients(step, window(workload))
+    for name in expected:
+        assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("activation", ["pointwise", "attention", "full", "3*full,1*keep"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_rehearsed_peak_of_early_recompute_is_the_allocators(npu: Accelerator, activation: str, accumulation: int):
+    workload = workload_of("llama", attn_implementation="eager", hidden_act="gelu")
+    late = Strategy(4, accumulation, "fp32", parse_tiers(activation, 4), 4)
+    early = replace(late, recompute_ahead=1)
+    predicted = rehearse(workload, early, on_this_npu(npu)).peak_bytes
+    assert predicted == pytest.approx(measure(workload, early, npu, steps=0).peak_bytes, rel=0.002)
+    assert predicted > rehearse(workload, late, on_this_npu(npu)).peak_bytes
+
+
 def on_this_npu(npu: Accelerator) -> Hardware:
     return find_device(npu.name)
 
