@@ -108,6 +108,8 @@ def test_what_has_no_effect_is_said():
     workload = tiny_workload("llama")
     notes = build(workload, "full", recompute_ahead=1).notes
     assert "recompute_ahead 1 has no effect: a CPU has no streams" in notes
+    notes = ahead(workload, LateStreams(), "2*full,2*offload").notes
+    assert any(note.startswith("recompute_ahead 1 has no effect beside tiers that offload") for note in notes)
     notes = ahead(workload, LateStreams(), "1*full,1*keep,1*full,1*keep").notes
     assert "recompute_ahead 1 has no effect: no two blocks in a row are recomputed" in notes
 

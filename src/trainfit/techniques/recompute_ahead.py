@@ -27,6 +27,7 @@ from torch import nn
 
 from trainfit.hardware import Accelerator
 from trainfit.techniques.base import Asked, Build, Draft, Stage
+from trainfit.techniques.offload import BlockOffload
 from trainfit.techniques.parts import CoreForward
 from trainfit.techniques.recompute import RecomputePlan, Region
 from trainfit.techniques.switched import SwitchedForward
@@ -49,6 +50,9 @@ class RecomputeAhead:
         plans = {every.index(name): list(_plans(block)) for name, block in zip(build.anatomy.blocks, build.blocks)}
         if not build.accelerator.has_streams:
             build.notes.append("recompute_ahead 1 has no effect: a CPU has no streams")
+        elif any(isinstance(vars(block).get("forward"), BlockOffload) for block in build.blocks):
+            why = "what a block is recomputed from is brought back for the block alone that is next"
+            build.notes.append(f"recompute_ahead 1 has no effect beside tiers that offload: {why}")
         elif not any(found and plans.get(number - 1) for number, found in plans.items()):
             build.notes.append("recompute_ahead 1 has no effect: no two blocks in a row are recomputed")
         else:
