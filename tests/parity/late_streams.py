@@ -107,6 +107,10 @@ class LateStreams(Accelerator):
     def has_streams(self) -> bool:
         return True
 
+    @property
+    def shares_host_memory(self) -> bool:
+        return False
+
     def new_stream(self) -> int:
         number = len(self.races.times)
         self.races.times[number], self.races.free[number] = 0, []
