@@ -24,6 +24,12 @@ Tier = Literal[
     "offload_pointwise",
     "offload_full",
     "discard",
+    "chosen_1",
+    "chosen_2",
+    "chosen_3",
+    "chosen_4",
+    "chosen_5",
+    "chosen_6",
 ]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerKind = Literal["adamw", "adafactor"]
@@ -37,7 +43,10 @@ Accuracy = Literal["exact", "rounding", "lossy"]
 MeshDim = Literal["pipeline", "replicate", "shard", "tensor"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-TIERS: tuple[Tier, ...] = get_args(Tier)
+ALL_TIERS: tuple[Tier, ...] = get_args(Tier)
+# What these keep is not the same in every run: Strategy.kept_operators says it, and a plan makes it.
+CHOSEN_TIERS: tuple[Tier, ...] = tuple(tier for tier in ALL_TIERS if tier.startswith("chosen_"))
+TIERS: tuple[Tier, ...] = tuple(tier for tier in ALL_TIERS if tier not in CHOSEN_TIERS)  # those a person may ask for
 SEARCH_TIERS: tuple[Tier, ...] = TIERS[:4]  # those that a search takes; the others are what people are used to
 # What tiers do to gradients; those that are not named keep every bit.
 TIER_ACCURACY: Mapping[Tier, Accuracy] = {"keep_bf16": "rounding", "keep_int8": "lossy", "keep_fp8": "lossy"}

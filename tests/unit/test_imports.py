@@ -16,6 +16,7 @@ ROOT = Path(trainfit.__file__).parent
 ORDER = (
     ("errors",),
     ("units", "profile"),
+    ("operators",),
     ("hardware",),
     ("workload",),
     ("techniques",),

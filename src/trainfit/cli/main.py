@@ -17,6 +17,7 @@ from trainfit import __version__
 from trainfit.cli.ask import ask
 from trainfit.cli.console import debugging, print_error
 from trainfit.cli.devices import devices
+from trainfit.cli.explain import explain as explain_blocks
 from trainfit.cli.export import export
 from trainfit.cli.failure import FAILED, explain
 from trainfit.cli.measure import measure
@@ -39,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (plan, rehearse, train, measure, verify, export, devices):
+for verb in (plan, explain_blocks, rehearse, train, measure, verify, export, devices):
     app.command()(verb)
 app.add_typer(ask, name="ask")
 

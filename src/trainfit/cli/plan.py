@@ -57,6 +57,14 @@ PolicyOption = Annotated[
     list[str] | None,
     typer.Option("--policy", metavar="POLICY", help=f"Compare with this one; may be repeated. {POLICY_NAMES}."),
 ]
+OperatorsOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--operators/--no-operators",
+        show_default="where the device is calibrated",
+        help="Choose what blocks keep operator by operator, by their costs.",
+    ),
+]
 ExportOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -85,6 +93,7 @@ def plan(
     max_grad_norm: MaxGradNormOption = None,
     compare: CompareOption = False,
     policy: PolicyOption = None,
+    operators: OperatorsOption = None,
     export: ExportOption = None,
     export_to: ExportToOption = None,
     json: JsonOption = False,
@@ -109,11 +118,11 @@ def plan(
         from trainfit.report import plan_page
 
         recipe = open_recipe(model)
-        norm = _norm(max_grad_norm, recipe)
+        norm = gradient_norm(max_grad_norm, recipe)
         hardware = find_hardware(device, recipe, devices)
         changes = tuple(may_change or ())
         options = (tokens_per_step, memory, precision, changes, optimizer, cast, compile, offload, attention, norm)
-        workload, made = _choose(model, recipe, seq_len, *options, hardware, say)
+        workload, made = choose_plan(model, recipe, seq_len, *options, hardware, say, operators=operators)
         rows: tuple[PolicyResult, ...] = ()
         if policies:
             rows = compare_policies(workload, hardware, made, policies, max_grad_norm=norm, on_progress=say)
@@ -144,7 +153,7 @@ def _show(made: Plan, rows: tuple[PolicyResult, ...]) -> None:
         console.print("", policies_table(rows, made.strategy, made.target.seq_len, made.allowed_bytes))
 
 
-def _choose(
+def choose_plan(
     model: str,
     recipe: Recipe | None,
     seq_len: int | None,
@@ -160,6 +169,8 @@ def _choose(
     max_grad_norm: float | None,
     hardware: Hardware,
     say: Say,
+    *,
+    operators: bool | None = None,
 ) -> tuple[Workload, Plan]:
     """The plan, and the workload that it is for."""
     from trainfit.cli.setup import (
@@ -192,6 +203,7 @@ def _choose(
     said |= {} if compiled is None else {"compile": parse_compile(compiled)}
     said |= {} if offload is None else {"offload": parse_offload(offload)}
     said |= {} if attention is None else {"attention": attention}
+    said |= {} if operators is None else {"operators": operators}
     target = replace(target, **said)
     made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=max_grad_norm)
     return workload, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
@@ -203,7 +215,7 @@ def _policies(compare: bool, named: list[str] | None) -> list[Policy]:
     return [parse_policy(text) for text in named or (USUAL if compare else ())]
 
 
-def _norm(text: str | None, recipe: Recipe | None) -> float | None:
+def gradient_norm(text: str | None, recipe: Recipe | None) -> float | None:
     """What gradients are clipped by; None for nothing. Raises RecipeError for what is no such norm."""
     if text is None:
         return recipe.max_grad_norm if recipe else 1.0

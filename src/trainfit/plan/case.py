@@ -22,7 +22,7 @@ from trainfit.plan.solver import (
 )
 from trainfit.plan.space import Point
 from trainfit.plan.target import Target
-from trainfit.profile import TIERS, Phase, ShellTrace, Tier
+from trainfit.profile import ALL_TIERS, Phase, ShellTrace, Tier
 from trainfit.rehearsal.model_trace import ModelFacts, ModelTrace
 
 _ID_BYTES = 16  # a token's input id and label
@@ -105,7 +105,7 @@ class Case:
 
     def uniform(self, tier: Tier) -> list[Solution] | None:
         """All blocks alike; None where one does not have the tier."""
-        row = TIERS.index(tier)
+        row = ALL_TIERS.index(tier)
         if not all(stage.problem.offered[row].all() for stage in self.stages):
             return None
         return [solution_of(stage.problem, np.full(stage.problem.num_blocks, row)) for stage in self.stages]
@@ -113,7 +113,7 @@ class Case:
     def given(self, tiers: Sequence[Tier]) -> list[Solution]:
         """Tiers of all blocks of the model."""
         rows = [
-            np.array([TIERS.index(tiers[block]) for block in stage.part.blocks], dtype=np.int64)
+            np.array([ALL_TIERS.index(tiers[block]) for block in stage.part.blocks], dtype=np.int64)
             for stage in self.stages
         ]
         return [solution_of(stage.problem, each) for stage, each in zip(self.stages, rows)]
@@ -128,7 +128,7 @@ class Case:
         for stage, solution in zip(self.stages, solutions):
             for offset, tier in enumerate(solution.tiers.tolist()):
                 for block in stage.part.same_place(offset):
-                    found[block] = TIERS[tier]
+                    found[block] = ALL_TIERS[tier]
                     blocks = max(blocks, block + 1)
         return tuple(found[block] for block in range(blocks))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.judged import judged
+from trainfit.plan.op_tiers import is_wanted, operator_notes, with_operators
 from trainfit.plan.plan import Alternative, Plan
 from trainfit.plan.reasons import (
     accuracy_note,
@@ -71,6 +72,10 @@ def choose(
     chosen = rehearsals.ahead(rehearsals.expanded.get(chosen.strategy, chosen))
     profile = rehearsals.profiles[chosen.strategy]
     fits = profile.needed_bytes <= allowed
+    operators: tuple[str, ...] = ()
+    if fits and is_wanted(target, hardware) and (found := with_operators(search, chosen, profile, exact)) is not None:
+        operators = operator_notes(*found, profile)
+        chosen, profile = found
     on_progress("weighing what lost")
     return Plan(
         allowed_bytes=allowed,
@@ -89,6 +94,7 @@ def choose(
             *allocator_note(chosen.strategy, profile, rehearsals.profiles, allowed),
             *compile_note(chosen.strategy, profile, hardware),
             *rehearsals.notes,
+            *operators,
         ),
         binds=binds(chosen, profile),
         more_memory=more_memory(search, chosen, profile) if fits else None,

@@ -17,7 +17,7 @@ from trainfit.plan.policies import Policy, Prices, Situation, Tiers
 from trainfit.plan.space import Point, layout_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share
-from trainfit.profile import TIERS, Profile
+from trainfit.profile import ALL_TIERS, Profile
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step.strategy import Strategy
 from trainfit.techniques.pipeline_cut import divide
@@ -150,7 +150,7 @@ def prices_of(tracer: Tracer, hardware: Hardware, target: Target, strategy: Stra
     def peak(tiers: Tiers) -> int:
         return case.peak(case.given(tiers))
 
-    rows = {tier: TIERS.index(tier) for tier in tracer.tiers}
+    rows = {tier: ALL_TIERS.index(tier) for tier in tracer.tiers}
     saved = {tier: tuple(map(int, table.saved[row])) for tier, row in rows.items()}
     seconds = {tier: tuple(map(float, table.seconds[row])) for tier, row in rows.items()}
     return Prices(saved, seconds, peak, allowed_bytes)

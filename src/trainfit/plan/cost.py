@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainfit.plan.solver import Flags, Floats, Integers, Problem, moments
-from trainfit.profile import TIER_ACCURACY, TIERS, Accuracy, BlockTrace, Phase, ShellTrace, Tier
+from trainfit.profile import ALL_TIERS, TIER_ACCURACY, Accuracy, BlockTrace, Phase, ShellTrace, Tier
 
 # By how much seconds must be fewer: see NOTE [ What accuracy is worth ] in variants.py.
 MUST_WIN: Mapping[Accuracy, float] = {"exact": 1.0, "rounding": 1.02, "lossy": 1.1}
-_WEIGHTS: Floats = np.array([[MUST_WIN[TIER_ACCURACY.get(tier, "exact")]] for tier in TIERS])  # (tiers, 1)
+_WEIGHTS: Floats = np.array([[MUST_WIN[TIER_ACCURACY.get(tier, "exact")]] for tier in ALL_TIERS])  # (tiers, 1)
 _NOTHING = BlockTrace(0, 0, 0, 0, 0.0, 0.0)
 
 
@@ -93,21 +93,21 @@ class BlockTable:
     ) -> BlockTable:
         """gradients: what those that stay take, over what was traced. A tier without a trace is not offered."""
         shares = shares or Shares()
-        rows = [[traces.get((structure, tier), _NOTHING) for structure in structures] for tier in TIERS]
+        rows = [[traces.get((structure, tier), _NOTHING) for structure in structures] for tier in ALL_TIERS]
 
         def integers(name: str) -> Integers:
             values = [[getattr(trace, name) for trace in row] for row in rows]
-            return np.array(values, dtype=np.int64).reshape(len(TIERS), len(structures))
+            return np.array(values, dtype=np.int64).reshape(len(ALL_TIERS), len(structures))
 
         seconds = [[trace.forward_seconds + trace.backward_seconds for trace in row] for row in rows]
-        offered = [[(structure, tier) in traces for structure in structures] for tier in TIERS]
+        offered = [[(structure, tier) in traces for structure in structures] for tier in ALL_TIERS]
         return cls(
             integers("saved_bytes") // shares.activations,
             integers("forward_peak_bytes") // shares.activations,
             integers("backward_peak_bytes") // shares.activations,
             (integers("gradient_bytes") * gradients).astype(np.int64) // shares.gradients,
-            np.array(seconds, dtype=np.float64).reshape(len(TIERS), len(structures)) / shares.compute,
-            np.array(offered, dtype=np.bool_).reshape(len(TIERS), len(structures)),
+            np.array(seconds, dtype=np.float64).reshape(len(ALL_TIERS), len(structures)) / shares.compute,
+            np.array(offered, dtype=np.bool_).reshape(len(ALL_TIERS), len(structures)),
             np.array(structures, dtype=np.int64),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,7 +20,12 @@ Floats = npt.NDArray[np.float64]
 
 
 def minimum(
-    cost: Floats, integrality: Floats, bounds: Bounds, constraints: LinearConstraint, *, gap: float = 0.0
+    cost: Floats,
+    integrality: Floats,
+    bounds: Bounds,
+    constraints: LinearConstraint | Sequence[LinearConstraint],
+    *,
+    gap: float = 0.0,
 ) -> Floats | None:
     """The columns with the least cost; None where nothing fits. Raises SolverError where HiGHS stops without either.
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from trainfit.hardware import Hardware
 from trainfit.plan.cost import BlockTable, Resident, Shares
-from trainfit.profile import TIER_ACCURACY, TIERS, Layout, Mesh, ShellTrace, Zero
+from trainfit.profile import ALL_TIERS, TIER_ACCURACY, Layout, Mesh, ShellTrace, Zero
 from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.model_trace import ModelFacts
 from trainfit.rehearsal.rehearse import operator_cost
@@ -136,7 +136,7 @@ def split_table(
     if ranks == 1:
         return table
     # Two all-reduces in forward, two in backward, one again in a recompute: see tensor_parallel.py.
-    calls = np.array([[4.0 if tier == "keep" or tier in (*TIER_ACCURACY, "discard") else 5.0] for tier in TIERS])
+    calls = np.array([[4.0 if tier == "keep" or tier in (*TIER_ACCURACY, "discard") else 5.0] for tier in ALL_TIERS])
     seconds = table.seconds + calls * transfer(hardware, "all_reduce", hidden_bytes, range(ranks))
     if layout.tensor.sequence:
         return replace(table, seconds=seconds)

@@ -11,7 +11,7 @@ are looked at, and fewer solved. Seconds are weighed, see NOTE [ What accuracy i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from trainfit.plan.solver import Solution
 from trainfit.plan.space import Point, asked_of, micro_batch_sizes, points_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share, weight_of
-from trainfit.profile import TIERS, Layout, Phase, Tier
+from trainfit.profile import TIERS, BlockTrace, Layout, Phase, Tier
 from trainfit.rehearsal.model_trace import ModelTrace
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step.strategy import Strategy
@@ -169,6 +169,14 @@ class Search:
         trace = split or tracer.trace(*what, accumulates=accumulates)
         return self._case(point, trace, tracer, is_split=split is not None)
 
+    def case_with(self, point: Point, more: Mapping[tuple[int, Tier], BlockTrace]) -> Case:
+        """The point's case with more tiers than the tracer's own."""
+        strategy = point.strategy
+        tracer = self.tracers.of(strategy.optimizer)
+        what = strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,)
+        trace = tracer.trace(*what, accumulates=strategy.accumulation_steps > 1)
+        return self._case(point, replace(trace, blocks={**trace.blocks, **more}), tracer)
+
     def _case(self, point: Point, trace: ModelTrace, tracer: Tracer, *, is_split: bool = False) -> Case:
         variant = point.strategy.optimizer
         share = gradient_share(tracer.variant, variant)
@@ -252,7 +260,7 @@ class Search:
             self.on_progress(f"solving {len(self._solved) + 1} of {len(self.points)}")
             case = self._traced(point) if traced else self.sketched(point)
             solutions = case.fastest(allowed_bytes)
-            self._solved[key] = None if solutions is None else self._candidate(case, solutions)
+            self._solved[key] = None if solutions is None else self.candidate(case, solutions)
         return self._solved[key]
 
     def smallest(self) -> Candidate | None:
@@ -269,20 +277,20 @@ class Search:
 
     def smallest_of(self, point: Point, *, traced: bool = True) -> Candidate:
         case = self._traced(point) if traced else self.sketched(point)
-        return self._candidate(case, case.smallest())
+        return self.candidate(case, case.smallest())
 
     def uniform(self, case: Case) -> Iterator[Candidate]:
         """All blocks alike under each tier."""
         for tier in TIERS:
             if (solutions := case.uniform(tier)) is not None:
-                yield self._candidate(case, solutions)
+                yield self.candidate(case, solutions)
 
     def uniform_of(self, point: Point, tier: Tier) -> Candidate:
         """A point with all blocks alike, by its sketch."""
         case = self.sketched(point)
         solutions = case.uniform(tier)
         assert solutions is not None, f"{tier} is traced"
-        return self._candidate(case, solutions)
+        return self.candidate(case, solutions)
 
     def estimated(self, bounded: Bounded) -> Candidate:
         """The point's best by its sketch: the fastest that should fit, else the smallest."""
@@ -290,7 +298,7 @@ class Search:
         found = self.solve(bounded.point, room, traced=False) if bounded.seconds < _NEVER else None
         return found or self.smallest_of(bounded.point, traced=False)
 
-    def _candidate(self, case: Case, solutions: list[Solution]) -> Candidate:
+    def candidate(self, case: Case, solutions: list[Solution]) -> Candidate:
         tiers: tuple[Tier, ...] = case.tiers(solutions)
         seconds = case.seconds([solution.true_seconds for solution in solutions])
         weighed = case.seconds([solution.seconds for solution in solutions])

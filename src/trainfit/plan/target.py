@@ -51,6 +51,8 @@ class Target:
     layouts: every arrangement of the devices that may be taken, all that techniques find where there are none;
         tokens_per_step are those of all ranks.
     attention: see Strategy; "auto" lets a plan choose blockwise attention where the model's own holds all scores.
+    operators: whether blocks may keep outputs of single operators by their costs; None where these were measured on the
+        device.
     Raises RecipeError for sizes below one and for words that are not known.
     """
 
@@ -69,6 +71,7 @@ class Target:
     compile: Compile = Compile()
     offload: Offload | None = None
     attention: Attention | Literal["auto"] = "auto"
+    operators: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "tokens_per_step", "seq_len"):

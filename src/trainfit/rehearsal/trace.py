@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainfit.hardware import Hardware, Ranks
 from trainfit.hardware.runtime import rehearsed
+from trainfit.operators import BlockGraph, KeptOperators
 from trainfit.profile import (
     SEARCH_TIERS,
     Attention,
@@ -40,6 +41,7 @@ from trainfit.rehearsal.cut_off import (
 )
 from trainfit.rehearsal.events import Entry, Event
 from trainfit.rehearsal.model_trace import ModelFacts, ModelTrace
+from trainfit.rehearsal.op_graph import listen
 from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors, model_errors, new_tracker, operator_cost
 from trainfit.rehearsal.shorten import shortened
 from trainfit.rehearsal.timeline import TRANSFERS, StepClock
@@ -187,6 +189,40 @@ class Tracer:
             if tensor is not hidden_of(inputs)
         ]
         return ModelTrace(blocks, shell, storage_bytes(shared))
+
+    def graph(self, structure: int, micro_batch_size: int, precision: Precision) -> BlockGraph:
+        """The operators of a structure's block, priced as a recompute runs them."""
+        with self._mode, torch.device("cpu"), model_errors():
+            block, inputs = self._block_inputs(micro_batch_size, precision)[structure]
+            args, kwargs = leaves_of(inputs, carries=self._carries)
+
+            def run() -> None:
+                with self._autocast(precision):
+                    block(*args, **kwargs)
+
+            rounding = self.hardware.spec.allocation_granularity
+            with new_tracker(self.hardware):
+                return listen(block, run, operator_cost(self.hardware), rounding)
+
+    def trace_chosen(
+        self,
+        chosen: Mapping[tuple[int, Tier], KeptOperators],
+        micro_batch_size: int,
+        precision: Precision,
+        *,
+        accumulates: bool,
+    ) -> dict[tuple[int, Tier], BlockTrace]:
+        """Blocks by structure under chosen tiers."""
+        with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
+            captured = self._block_inputs(micro_batch_size, precision)
+            return {
+                (structure, tier): self._once(
+                    (micro_batch_size, precision, accumulates, structure, each),
+                    partial(self._trace_block, block, tier, precision, inputs, micro_batch_size, each),
+                )
+                for (structure, tier), each in chosen.items()
+                for block, inputs in (captured[structure],)
+            }
 
     def split_trace(
         self,
@@ -349,13 +385,19 @@ class Tracer:
         return captured
 
     def _trace_block(
-        self, block: nn.Module, tier: Tier, precision: Precision, inputs: Any, micro_batch_size: int
+        self,
+        block: nn.Module,
+        tier: Tier,
+        precision: Precision,
+        inputs: Any,
+        micro_batch_size: int,
+        chosen: KeptOperators | None = None,
     ) -> BlockTrace:
         before = vars(block).get("forward")
         accelerator = self._build.accelerator
         stash = new_stash(self._offload, accelerator) if tier in OFFLOADED else None
         if tier != "keep":
-            recompute_block(block, tier, accelerator, stash=stash)
+            recompute_block(block, tier, accelerator, stash=stash, chosen=chosen)
         if stash is not None:
             offload_block(block, tier, stash)
         if self._compiled.blocks:

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from trainfit.errors import RecipeError
+from trainfit.operators import KeptOperators
 from trainfit.profile import (
+    ALL_TIERS,
     MESH_DIMS,
     PRECISIONS,
     TIERS,
@@ -34,6 +36,7 @@ from trainfit.step.strategy_rules import (
     check_attention,
     check_casts,
     check_compile,
+    check_kept_operators,
     check_offload,
     check_optimizer,
     check_pipeline,
@@ -81,6 +84,7 @@ class Strategy:
     compile: which blocks are compiled.
     offload: where blocks under an offload tier put what they save.
     attention: whose it is: the model's own, or blockwise attention.
+    kept_operators: what each chosen tier keeps; a plan makes them.
     """
 
     micro_batch_size: int
@@ -103,6 +107,7 @@ class Strategy:
     compile: Compile = Compile()
     offload: Offload = Offload()
     attention: Attention = "model"
+    kept_operators: tuple[KeptOperators, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "accumulation_steps", "loss_chunks"):
@@ -120,8 +125,9 @@ class Strategy:
                 "stages hand on hidden states as fp32 weights make them; use optimizer.weights: fp32, or mesh.shard"
             )
         check_casts(self)
-        if unknown := sorted(set(self.tiers) - set(TIERS)):
+        if unknown := sorted(set(self.tiers) - set(ALL_TIERS)):
             raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
+        check_kept_operators(self)
         for dim, size in zip(MESH_DIMS, self.mesh.shape):
             if type(size) is not int or size < 1:
                 raise RecipeError(f"mesh.{dim} is {size!r}; it must be a whole number, at least 1")
@@ -166,9 +172,14 @@ class Strategy:
             parts["tier_table"] = tuple(
                 TokenBucket(**{**row, "tiers": tuple(row["tiers"])}) for row in data.get("tier_table", ())
             )
+            parts["kept_operators"] = tuple(
+                KeptOperators(**{**each, "kept": tuple(each["kept"]), "skipped": tuple(each["skipped"])})
+                for each in data.get("kept_operators", ())
+            )
         except (TypeError, KeyError) as error:
             raise RecipeError(
-                f"the strategy's {', '.join((*_PARTS, 'tier_table'))} have an unknown key: {error}"
+                f"the strategy's {', '.join((*_PARTS, 'tier_table', 'kept_operators'))} lack a key or have an unknown "
+                f"one: {error}"
             ) from None
         return cls(**{**data, "tiers": tuple(data.get("tiers", ())), **parts})
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trainfit.errors import RecipeError
 from trainfit.profile import (
     ATTENTIONS,
+    CHOSEN_TIERS,
     COMPILED_TIERS,
     FROZEN_STORAGES,
     MESH_DIMS,
@@ -116,6 +117,33 @@ def check_casts(strategy: Strategy) -> None:
         raise RecipeError(
             f"loss_scale.{bad[0]} is {getattr(scale, bad[0])!r}; usual are init_scale 65536, growth_factor 2, "
             "backoff_factor 0.5, growth_interval 2000 and max_skips 25"
+        )
+
+
+def check_kept_operators(strategy: Strategy) -> None:
+    """Each chosen tier that a block has is said once; ranks that split matrices run other operators than one does."""
+    said = [each.tier for each in strategy.kept_operators]
+    if bad := [tier for tier in said if tier not in CHOSEN_TIERS or said.count(tier) > 1]:
+        raise RecipeError(
+            f"kept_operators has {bad[0]!r} {said.count(bad[0])} times; it has each of {', '.join(CHOSEN_TIERS)} at "
+            "most once"
+        )
+    rows = [strategy.tiers, *(row.tiers for row in strategy.tier_table)]
+    used = sorted({tier for row in rows for tier in row if tier in CHOSEN_TIERS})
+    if missing := [tier for tier in used if tier not in said]:
+        raise RecipeError(
+            f"activation tier {missing[0]} keeps the operators that kept_operators says, which has none for it; "
+            "`trainfit plan --operators` makes both"
+        )
+    if used and strategy.tier_table:
+        raise RecipeError(
+            f"activation tier {used[0]} was chosen for one size of micro batch, a tier_table is for several; set "
+            "another tier such as pointwise, or leave tier_table out"
+        )
+    if used and strategy.mesh.tensor > 1:
+        raise RecipeError(
+            f"activation tier {used[0]} was chosen for a block on one device, mesh.tensor is {strategy.mesh.tensor}; "
+            "set mesh.tensor: 1, or another tier such as pointwise"
         )
 
 

@@ -15,6 +15,7 @@ recompute_mlp        all but what the block's mlp module saves inside; its input
 
 discard    what plain autograd saves but outputs of norms and activation functions, which their operator makes again
            from what it has saved itself; see made_again.py
+chosen_1, chosen_2, ...  outputs of single operators, which a plan chose by their costs (Strategy.kept_operators)
 
 These keep what plain autograd saves in fewer bytes, so gradients differ a little; see compression.py:
 
@@ -45,11 +46,12 @@ from torch import Tensor, nn
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Hardware
+from trainfit.operators import KeptOperators
 from trainfit.profile import SEARCH_TIERS, Offload, Tier
 from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.blockwise_attention import FORWARD as BLOCKWISE_ATTENTION
 from trainfit.techniques.compression import COMPRESSED, CompressionPlan
-from trainfit.techniques.kept_outputs import KeepRules, Rule
+from trainfit.techniques.kept_outputs import LATER, KeepRules, Rule, Verdict
 from trainfit.techniques.offload import OFFLOADED, BlockOffload, Stash, new_stash, notes_on
 from trainfit.techniques.parts import CoreForward, parts_of, run_attention
 from trainfit.techniques.recompute import RecomputePlan
@@ -117,7 +119,7 @@ def _overloads(names: Sequence[str], rule: Rule) -> dict[Any, Rule]:
     rules: dict[Any, Rule] = {}
     for name in names:
         namespace, packet_name, *overload = name.split(".")
-        packet = getattr(getattr(torch.ops, namespace), packet_name, None)
+        packet = getattr(getattr(torch.ops, namespace, None), packet_name, None)
         if packet is not None:
             rules |= {getattr(packet, each): rule for each in (overload or ["default"]) if hasattr(packet, each)}
     return rules
@@ -133,6 +135,46 @@ def keep_rules(tier: Tier) -> KeepRules:
     if tier == "selective":
         return fused | _overloads(_SELECTIVE, _always) | _overloads(("aten.mm",), _every_second)
     return attention if tier == "attention" else {}
+
+
+ATTENTION = "attention"  # what a fused kernel is called, whichever of them the device has
+
+
+def operator_name(func: Any) -> str:
+    """What KeptOperators call an operator by, without its number."""
+    name = str(func)
+    return ATTENTION if name.removesuffix(".default") in _ATTENTION else name
+
+
+@cache
+def chosen_rules(chosen: KeptOperators) -> KeepRules:
+    """Raises RecipeError for an operator that is not one of this PyTorch's, or that routes."""
+    kept, skipped = _runs_of(chosen.kept), _runs_of(chosen.skipped)
+    return {func: _of_runs(kept.get(func, frozenset()), skipped.get(func, frozenset())) for func in {*kept, *skipped}}
+
+
+def _of_runs(kept: frozenset[int], skipped: frozenset[int]) -> Rule:
+    def rule(args: tuple[Any, ...], output: Any, runs: int) -> Verdict:
+        return LATER if runs in skipped else runs in kept
+
+    return rule
+
+
+def _runs_of(keys: Sequence[str]) -> dict[Any, frozenset[int]]:
+    """By operator, which of its runs are named."""
+    found: dict[Any, frozenset[int]] = {}
+    for key in keys:
+        name, _, run = key.rpartition("#")
+        names = _ATTENTION if name == ATTENTION else (name,)
+        funcs = list(_overloads(names, _always)) if name == ATTENTION or name.count(".") == 2 else []
+        if not funcs or not run.isdigit() or any(func in routing_rules() for func in funcs):
+            raise RecipeError(
+                f"kept_operators names {key!r}, which is no operator of this PyTorch ({torch.__version__}) that may be "
+                "kept; make the plan again on this machine"
+            )
+        for func in funcs:
+            found[func] = found.get(func, frozenset()) | {int(run)}
+    return found
 
 
 @cache
@@ -169,6 +211,7 @@ class ActivationTiers:
         if setting and len(setting) != len(names):
             raise RecipeError(f"{len(setting)} activation tiers for a model of {len(names)} blocks; give one for each")
         tiers = dict(zip(names, setting))
+        chosen = {each.tier: each for each in build.kept_operators}
         for block in build.blocks:
             forget_recompute(block)
         own = [tiers.get(name, "keep") for name in build.anatomy.blocks]
@@ -178,7 +221,7 @@ class ActivationTiers:
             build.notes += notes_on(build.offload, build.accelerator)
         for number, (name, block, tier) in enumerate(zip(build.anatomy.blocks, build.blocks, own)):
             if tier != "keep":
-                recompute_block(block, tier, build.accelerator, name=name, stash=stash)
+                recompute_block(block, tier, build.accelerator, name=name, stash=stash, chosen=chosen.get(tier))
             if stash is not None:
                 offload_block(block, tier, stash, number=number, is_last=number == len(own) - 1)
 
@@ -190,12 +233,18 @@ def offload_block(block: nn.Module, tier: Tier, stash: Stash, *, number: int = 0
 
 
 def recompute_block(
-    block: nn.Module, tier: Tier, accelerator: Accelerator, *, name: str = "block", stash: Stash | None = None
+    block: nn.Module,
+    tier: Tier,
+    accelerator: Accelerator,
+    *,
+    name: str = "block",
+    stash: Stash | None = None,
+    chosen: KeptOperators | None = None,
 ) -> None:
     """Put a block under a tier, in place. The module, its name, hooks and parameters stay what they are.
 
-    stash: where a tier that offloads sends what it keeps; offload_block() has to follow. Raises RecipeError for a tier
-    that names a part which the block does not have.
+    chosen: what a chosen tier keeps. stash: where a tier that offloads sends what it keeps; offload_block() has to
+    follow. Raises RecipeError for a tier that names a part which the block does not have.
     """
     if tier == "offload":
         return  # nothing is recomputed
@@ -209,21 +258,23 @@ def recompute_block(
     if tier in COMPRESSED:
         block.forward = CompressionPlan.of(block, unbound_forward(block), tier, accelerator, name)
         return
-    plan = _plan_for(block, tier, accelerator, name)
+    plan = _plan_for(block, tier, accelerator, name, None if chosen is None else chosen_rules(chosen))
     if tier == "recompute_core":
         block.forward = CoreForward(replace(plan, forward=run_attention), plan.forward)
         return
     block.forward = plan
 
 
-def _plan_for(module: nn.Module, tier: Tier, accelerator: Accelerator, name: str) -> RecomputePlan:
+def _plan_for(
+    module: nn.Module, tier: Tier, accelerator: Accelerator, name: str, keep: KeepRules | None = None
+) -> RecomputePlan:
     return RecomputePlan(
         name=name,
         block=weakref.ref(module),
         forward=unbound_forward(module),
         device_type=accelerator.device.type,
         random=accelerator.rng,
-        keep=keep_rules(tier),
+        keep=keep_rules(tier) if keep is None else keep,
         watched=routing_rules(),
         tier=tier,
     )

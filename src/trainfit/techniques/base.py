@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainfit.hardware import Accelerator, Hardware, Ranks
+from trainfit.operators import KeptOperators
 from trainfit.profile import Cast, LossScale, Offload, Phase, Precision
 from trainfit.techniques.inductor import Compiled
 from trainfit.techniques.switched import TierSwitch
@@ -99,6 +100,7 @@ class Build:
     ranks: the processes that run this step together; one, unless the strategy has a mesh.
     whole: the whole model's anatomy, where model and anatomy are this rank's part of a pipeline.
     precision, cast: the strategy's, for techniques that cast. offload: for tiers that offload.
+    kept_operators: the strategy's, for its chosen tiers.
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
     run_stage: replaces compute_loss in a forward that may end before the loss, with hidden states for the next stage.
     root: the module whose call computes the same loss with what the model's ranks need around it; None where forward()
@@ -125,6 +127,7 @@ class Build:
     precision: Precision = "fp32"
     cast: Cast = "operator"
     offload: Offload = Offload()
+    kept_operators: tuple[KeptOperators, ...] = ()
     ranks: Ranks = field(default_factory=Ranks)
     whole: Anatomy | None = None
     run_stage: LossFunction | None = None

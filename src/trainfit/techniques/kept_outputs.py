@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,14 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from trainfit.errors import RecomputeError
+from trainfit.techniques.deferred import Chain
 from trainfit.techniques.offload import unpack_all
 from trainfit.techniques.surroundings import BufferWatch, same_state
 
 if TYPE_CHECKING:
     from trainfit.techniques.recompute import Region
 
+LATER: Literal["later"] = (
+    "later"  # not stored, and put off in recompute: see NOTE [ Operators that nobody asks for ] in deferred.py
+)
+Verdict = bool | Literal["later"]
 # (arguments, output, how many times the operator has run in this region, this time included) -> whether to store it
-Rule = Callable[[tuple[Any, ...], Any, int], bool]
+Rule = Callable[[tuple[Any, ...], Any, int], Verdict]
 KeepRules = Mapping[Any, Rule]
 
 ANYWHERE = object()  # stands for code outside of any function
@@ -42,7 +47,7 @@ LIKELY_CAUSES = (
 
 @dataclass
 class Kept:
-    """An operator whose output may replace its second run; tensors is None where the rule said no.
+    """An operator whose output may replace its second run; tensors is None where the rule said no, or LATER.
 
     random_after: where the operator left the generators, if it drew from them: a replay must leave them there too.
     is_away: tensors have been offloaded, as they were.
@@ -54,6 +59,7 @@ class Kept:
     slots_before: int
     random_after: tuple[Tensor, ...] | None = None
     is_away: bool = False
+    is_put_off: bool = False
 
 
 class OperatorMode(TorchDispatchMode):
@@ -95,7 +101,8 @@ class KeepMode(OperatorMode):
         output = func(*args, **(kwargs or {}))
         self.runs[func] += 1
         rule = self.rules.get(func)
-        self._store(func, output, keep=rule is None or rule(args, output, self.runs[func]), random_before=before)
+        verdict = True if rule is None else rule(args, output, self.runs[func])
+        self._store(func, output, verdict, random_before=before)
         return output
 
     def _random_state(self, func: Any) -> tuple[Tensor, ...] | None:
@@ -103,11 +110,11 @@ class KeepMode(OperatorMode):
             return None
         return self.region.plan.random.get_state()
 
-    def _store(self, func: Any, output: Any, *, keep: bool, random_before: tuple[Tensor, ...] | None) -> None:
+    def _store(self, func: Any, output: Any, verdict: Verdict, *, random_before: tuple[Tensor, ...] | None) -> None:
         self._found_something()
-        kept = Kept(func, None, (), len(self.region.slots))
+        kept = Kept(func, None, (), len(self.region.slots), is_put_off=verdict == LATER)
         self.region.kept.append(kept)
-        if not keep:
+        if not verdict or kept.is_put_off:
             return
         # Choices and private noise are small, cannot be made again, and are often changed in place: store a copy.
         copy = _aliased if func in self.region.plan.keep and not func._schema.is_mutable else _cloned
@@ -128,11 +135,12 @@ class ReplayMode(OperatorMode):
     def __init__(self, region: Region) -> None:
         super().__init__(region)
         self.position = 0
+        self.chain = Chain(region.plan.name)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self.may_store(func, kwargs) or self.position >= len(self.region.kept):
+        if self.chain.is_running or not self.may_store(func, kwargs) or self.position >= len(self.region.kept):
             return func(*args, **(kwargs or {}))
         kept = self.region.kept[self.position]
         self.position += 1
@@ -140,6 +148,8 @@ class ReplayMode(OperatorMode):
             raise RecomputeError(
                 f"{self.region.plan.name}: forward ran {kept.operator} where recompute runs {func}; {LIKELY_CAUSES}"
             )
+        if kept.is_put_off:
+            return self.chain.put_off(func, args, kwargs or {})
         tensors, kept.tensors = kept.tensors, None
         kept.is_away, is_away = False, kept.is_away  # once: a second recompute runs the operator
         # An output that was overwritten after its operator ran (an in-place activation) is made again.

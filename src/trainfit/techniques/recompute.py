@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.errors import RecomputeError
 from trainfit.profile import Tier
+from trainfit.techniques.deferred import Deferred
 from trainfit.techniques.kept_outputs import (
     ANYWHERE,
     LIKELY_CAUSES,
@@ -252,8 +253,12 @@ class _Filler:
         if index >= len(region.shapes) or region.shapes[index] != (tensor.shape, tensor.dtype):
             raise RecomputeError(self._mismatch(tensor, index))
         self.position += 1
-        tensor = tensor.detach()
         slot = region.slots[index]()
+        if isinstance(tensor, Deferred):
+            if slot is None:
+                return tensor
+            tensor = tensor.value()
+        tensor = tensor.detach()
         if slot is not None and slot.value is None:
             slot.value = tensor
         if self.position == self.stop:

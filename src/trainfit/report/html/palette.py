@@ -36,6 +36,12 @@ _TIERS: Mapping[str, str] = {
     "offload": "#f3d9a8",
     "offload_pointwise": "#d9a441",
     "offload_full": "#8a5f12",
+    "chosen_1": "#5f9ec9",
+    "chosen_2": "#9cc5e2",
+    "chosen_3": "#4f8fc0",
+    "chosen_4": "#a9cde6",
+    "chosen_5": "#4485b8",
+    "chosen_6": "#bcd8ec",
 }
 _OTHER = "#888888"
 

@@ -1,0 +1,151 @@
+"""Chosen tiers: gradients to the bit, peaks as predicted, and operators that nobody asks for left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from plain import (
+    CPU,
+    assert_equal_to_the_bit,
+    build,
+    make_model,
+    planned_gradients,
+    random_batch,
+    tiny_workload,
+)
+from test_prediction import assert_predicted
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainfit.errors import RecipeError
+from trainfit.hardware import find_device
+from trainfit.hardware.overheads import part_of_step
+from trainfit.operators import BlockGraph, KeptOperators
+from trainfit.plan.op_choice import frontier
+from trainfit.profile import Mesh, Precision, TokenBucket
+from trainfit.rehearsal.trace import Tracer
+from trainfit.step import Strategy, build_step
+from trainfit.techniques.deferred import Deferred
+from trainfit.workload import Workload
+
+DROPOUT = {
+    "llama": {"attention_dropout": 0.1},
+    "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
+    "qwen3_moe": {"attention_dropout": 0.1},
+}
+H100 = find_device("h100")  # whose figures are the same everywhere
+
+
+def graph_of(workload: Workload, precision: Precision = "fp32") -> BlockGraph:
+    return Tracer(workload, H100, precision=precision).graph(0, 2, precision)
+
+
+def strategy_of(workload: Workload, rules: KeptOperators, precision: Precision = "fp32") -> Strategy:
+    blocks = len(workload.anatomy().blocks)
+    return Strategy(2, precision=precision, tiers=(rules.tier,) * blocks, kept_operators=(rules,))
+
+
+@pytest.mark.parametrize(("family", "precision"), [("llama", "bf16"), ("gpt2", "fp32"), ("qwen3_moe", "fp32")])
+def test_gradients_are_those_of_plain_training_to_the_bit(family: str, precision: Precision):
+    workload = tiny_workload(family, **DROPOUT[family])
+    batch = random_batch(workload)
+    kept = planned_gradients(build(workload, "keep", precision=precision), [batch])
+    graph = graph_of(workload, precision)
+    corners = frontier(graph)
+    assert len(corners) > 6
+    for corner in corners[len(corners) // 2 :: len(corners) // 2 - 1]:
+        strategy = strategy_of(workload, graph.rules("chosen_2", corner.kept), precision)
+        step = build_step(workload, strategy, CPU, max_grad_norm=None, model=make_model(workload))
+        for _ in range(2):  # a second backward over the same blocks: nothing of the first may be left
+            assert_equal_to_the_bit(planned_gradients(step, [batch]), kept)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_predicted_peak_is_the_measured_one(family: str):
+    workload = tiny_workload(family, seq_len=128)
+    graph = graph_of(workload)
+    corners = frontier(graph)
+    strategy = strategy_of(workload, graph.rules("chosen_1", corners[len(corners) // 2].kept))
+    assert_predicted(workload, strategy, rel=0.0 if family == "llama" else 0.001)
+
+
+class Counting(TorchDispatchMode):
+    """How often operators run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, Deferred) for each in types):
+            return NotImplemented
+        if part_of_step() == "recompute":
+            self.runs[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def recomputed(workload: Workload, rules: KeptOperators) -> tuple[Counter[str], dict[str, torch.Tensor]]:
+    step = build_step(workload, strategy_of(workload, rules), CPU, max_grad_norm=None, model=make_model(workload))
+    batch = random_batch(workload)
+    planned_gradients(step, [batch])  # the first call of a block learns where to look
+    with Counting() as counting:
+        found = planned_gradients(step, [batch])
+    return counting.runs, found
+
+
+STATISTICS = ("aten.rsqrt.default#1", "aten.rsqrt.default#2")
+SQUARES = ("aten.pow.Tensor_Scalar#1", "aten.pow.Tensor_Scalar#2")
+
+
+def test_what_led_to_kept_statistics_of_a_norm_does_not_run_again():
+    workload = tiny_workload("llama")
+    with_squares, expected = recomputed(workload, KeptOperators("chosen_1", STATISTICS))
+    without, found = recomputed(workload, KeptOperators("chosen_1", STATISTICS, SQUARES))
+    assert with_squares["aten.pow.Tensor_Scalar"] == with_squares["aten.mean.dim"] == 2 * 4
+    assert without["aten.pow.Tensor_Scalar"] == without["aten.mean.dim"] == 0
+    assert without["aten.mm.default"] == with_squares["aten.mm.default"]
+    assert_equal_to_the_bit(found, expected)
+
+
+def test_what_was_put_off_by_mistake_runs_when_it_is_asked_for():
+    """Names that fit another model: nothing that is kept makes the squares, nor the queries, needless here."""
+    workload = tiny_workload("llama")
+    expected = planned_gradients(build(workload, "keep"), [random_batch(workload)])
+    wrong = KeptOperators("chosen_1", (), (*SQUARES, "aten.mm.default#1", "aten.mul.Tensor#1", "aten.cat.default#1"))
+    runs, found = recomputed(workload, wrong)
+    assert runs["aten.pow.Tensor_Scalar"] == 2 * 4
+    assert_equal_to_the_bit(found, expected)
+
+
+@pytest.mark.parametrize(
+    "key", ["aten.mm.default", "aten.nothing.default#1", "mm#1", "aten.topk.default#1", "#1", "a b"]
+)
+def test_what_is_no_operator_that_may_be_kept_is_refused(key: str):
+    workload = tiny_workload("llama")
+    with pytest.raises(RecipeError, match="make the plan again"):
+        build_step(workload, strategy_of(workload, KeptOperators("chosen_1", (key,))), CPU)
+
+
+def test_chosen_tiers_and_what_they_keep_go_together():
+    rules = KeptOperators("chosen_1", STATISTICS)
+    with pytest.raises(RecipeError, match="chosen_2 keeps the operators that kept_operators says, which has none"):
+        Strategy(1, tiers=("chosen_2",), kept_operators=(rules,))
+    with pytest.raises(RecipeError, match="kept_operators has 'chosen_1' 2 times"):
+        Strategy(1, kept_operators=(rules, rules))
+    with pytest.raises(RecipeError, match="kept_operators has 'full' 1 times"):
+        Strategy(1, kept_operators=(KeptOperators("full", ()),))
+    with pytest.raises(RecipeError, match=r"set mesh\.tensor: 1"):
+        Strategy(1, tiers=("chosen_1",), kept_operators=(rules,), mesh=Mesh(tensor=2))
+    strategy = Strategy(1, tiers=("chosen_1",), kept_operators=(rules,))
+    assert Strategy.from_json(strategy.to_json()) == strategy
+    with pytest.raises(RecipeError, match="lack a key or have an unknown one: 'skipped'"):
+        Strategy.from_json({"micro_batch_size": 1, "kept_operators": [{"tier": "chosen_1", "kept": []}]})
+
+
+def test_a_tier_table_has_no_chosen_tiers():
+    rules = KeptOperators("chosen_1", STATISTICS)
+    table = (TokenBucket(64, ("chosen_1",)),)
+    with pytest.raises(RecipeError, match="a tier_table is for several"):
+        Strategy(1, tiers=("chosen_1",), kept_operators=(rules,), tier_table=table, micro_batch_tokens=64)
