@@ -16,7 +16,7 @@ from trainfit.units import format_bytes
 
 _FITTING = 3  # kinds that fit, before the fastest of them is chosen
 _ATTEMPTS = 8  # rehearsals in all
-_PASSES = 250  # of one micro batch through one block, in all rehearsals: large models get fewer, once one fits
+_PASSES = 200  # of one micro batch through one block, in all rehearsals: large models get fewer, once one fits
 _SLACK = 0.01  # of what is allowed: what a rehearsal leaves free beyond that is offered to the search again
 # Of the best seconds: what else is rehearsed must take less by the fast model. It tells layouts apart worse than it
 # does what a rehearsal of them would be worth; points of one layout are cheap to rehearse, and as near as that.
