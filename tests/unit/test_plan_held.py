@@ -30,10 +30,12 @@ CPU = find_device("cpu")
 
 
 def test_a_held_plan_has_the_policys_tiers_and_no_faster_micro_batch_fits():
-    target = Target(8 * 2**20, 8 * 256, 256)
+    target = Target(8 * 2**20, 8 * 256, 256, operators=True)
     plan = choose_held(WORKLOAD, CPU, target, parse_policy("every:2"))
     assert plan.fits
+    assert plan.target == target
     assert plan.strategy.tiers == ("full", "keep", "full")
+    assert plan.strategy.kept_operators == ()
     assert plan.predicted == rehearse(WORKLOAD, plan.strategy, CPU)
     assert "activation every:2 decides the tiers: every K-th block in full" in plan.notes
     for size in (1, 2, 4, 8):

@@ -10,7 +10,9 @@ import torch
 from trainfit.errors import DoesNotFitError, RecipeError
 from trainfit.hardware import accelerator, this_machine
 from trainfit.plan import Plan, Target
+from trainfit.plan.compare import compare_policies
 from trainfit.plan.per_batch import between, choose_per_batch, shape_of
+from trainfit.plan.policies import parse_policy
 from trainfit.profile import BlockTrace, Layout, Mesh, ShellTrace, Zero
 from trainfit.rehearsal import RecordedRun, rehearse
 from trainfit.rehearsal.model_trace import ModelTrace
@@ -39,7 +41,7 @@ def target(budget: int = BUDGET, **settings) -> Target:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return choose_per_batch(WORKLOAD, MACHINE, target(), threshold=0.9)
+    return choose_per_batch(WORKLOAD, MACHINE, target(operators=True), threshold=0.9)
 
 
 def window(*shapes) -> list[MicroBatch]:
@@ -60,6 +62,8 @@ def test_every_row_stays_below_the_threshold_and_recomputes_no_less_than_the_one
     assert recomputing == sorted(recomputing), (recomputing, seconds)
     assert recomputing[0] == 0
     assert table[-1].tiers == plan.strategy.tiers
+    assert plan.strategy.kept_operators == ()
+    assert not any("chosen tiers" in note for note in plan.notes)
 
 
 def measured_bytes(plan: Plan, *shapes) -> int:
@@ -109,6 +113,11 @@ def test_stages_are_refused():
     layout = Layout(Mesh(pipeline=2), Zero())
     with pytest.raises(RecipeError, match="per_batch works with copies and shards"):
         choose_per_batch(WORKLOAD, replace(MACHINE, count=2), target(64 * 2**20, layouts=(layout,)))
+
+
+def test_policies_are_not_compared_with_a_table(plan):
+    with pytest.raises(RecipeError, match="the plan has a table of them; leave per_batch out"):
+        compare_policies(WORKLOAD, MACHINE, plan, [parse_policy("full")])
 
 
 def test_a_plan_with_a_table_goes_through_json(plan):

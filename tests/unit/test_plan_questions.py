@@ -199,6 +199,15 @@ def test_policies_beside_a_plan_are_rehearsed_in_its_step():
     assert rows["huggingface"].slowdown > 0
 
 
+def test_prices_know_tiers_of_a_plan_that_no_search_takes():
+    workload, hardware = tiny(256), find_device("cpu")
+    plan = choose(workload, hardware, Target(2**34, 4 * 256, 256))
+    strategy = replace(plan.strategy, tiers=("selective",) * 3)
+    plan = replace(plan, strategy=strategy, predicted=rehearse(workload, strategy, hardware))
+    found = prices_of_plan(workload, hardware, plan).peak_bytes(strategy.tiers)
+    assert found == pytest.approx(plan.predicted.needed_bytes, rel=0.02)
+
+
 def test_policies_are_judged_as_the_plan_is():
     """By the pipeline stage that needs the most, and with the seconds of a window whose last micro batch is short."""
     policy = [parse_policy("huggingface")]

@@ -118,6 +118,8 @@ def plan(
         from trainfit.report import plan_page
 
         recipe = open_recipe(model)
+        if policies and recipe is not None and recipe.per_batch is not None:
+            raise RecipeError("policies are not compared with a table of tiers; leave per_batch out, or --compare")
         norm = gradient_norm(max_grad_norm, recipe)
         hardware = find_hardware(device, recipe, devices)
         changes = tuple(may_change or ())

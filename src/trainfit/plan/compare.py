@@ -12,6 +12,7 @@ from trainfit.plan.case import case_of
 from trainfit.plan.cost import BlockTable
 from trainfit.plan.judged import judged
 from trainfit.plan.layout import shares_of
+from trainfit.plan.op_tiers import trace_of
 from trainfit.plan.plan import Plan
 from trainfit.plan.policies import Policy, Prices, Situation, Tiers
 from trainfit.plan.space import Point, layout_of
@@ -71,8 +72,13 @@ def compare_policies(
 ) -> tuple[PolicyResult, ...]:
     """The plan and each policy, fastest first, those that do not fit behind, the smallest of them first.
 
-    Policies of the same tiers are rehearsed once.
+    Policies of the same tiers are rehearsed once. Raises RecipeError for a plan with a tier table.
     """
+    if plan.strategy.tier_table:
+        raise RecipeError(
+            "policies give every micro batch the same tiers, the plan has a table of them; leave per_batch out to "
+            "compare, or leave --compare and --policy out"
+        )
     rehearsed: dict[Tiers, Profile] = {plan.strategy.tiers: plan.predicted}
     rows = [_row(PLANNED, "what the plan chose", plan.strategy, plan.predicted, plan.allowed_bytes)]
     sequences = plan.target.sequences_per_rank(layout_of(plan.strategy))
@@ -138,10 +144,7 @@ def prices_of(tracer: Tracer, hardware: Hardware, target: Target, strategy: Stra
     """What tiers save and cost in a strategy's step, by the fast model. The tracer has the strategy's weights."""
     facts = facts_of(tracer, strategy.optimizer)
     layout = layout_of(strategy)
-    accumulates = strategy.accumulation_steps > 1
-    trace = tracer.trace(
-        strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,), accumulates=accumulates
-    )
+    trace = trace_of(tracer, strategy)
     share = gradient_share(tracer.variant, strategy.optimizer)
     table = BlockTable.of(facts.structures, trace.blocks, shares_of(layout), gradients=share)
     point = Point(replace(strategy, tiers=()), target.sequences_per_rank(layout))

@@ -40,7 +40,9 @@ def choose_held(
     Layout, precision, optimizer and loss chunks are the free plan's. Every micro batch that fits is rehearsed, from the
     free plan's up and down by powers of two. What the policy costs against the free plan is among the alternatives.
     """
-    free = choose(workload, hardware, target, max_grad_norm=max_grad_norm, on_progress=on_progress)
+    fixed = replace(target, operators=False)  # the policy says what blocks keep
+    free = choose(workload, hardware, fixed, max_grad_norm=max_grad_norm, on_progress=on_progress)
+    free = replace(free, target=target)
     tracers = Tracers(workload, hardware, target)
 
     def exact(strategy: Strategy) -> Profile:

@@ -136,7 +136,8 @@ def split_table(
     if ranks == 1:
         return table
     # Two all-reduces in forward, two in backward, one again in a recompute: see tensor_parallel.py.
-    calls = np.array([[4.0 if tier == "keep" or tier in (*TIER_ACCURACY, "discard") else 5.0] for tier in ALL_TIERS])
+    whole_forward = {"keep", "discard", "offload", *TIER_ACCURACY}
+    calls = np.array([[4.0 if tier in whole_forward else 5.0] for tier in ALL_TIERS])
     seconds = table.seconds + calls * transfer(hardware, "all_reduce", hidden_bytes, range(ranks))
     if layout.tensor.sequence:
         return replace(table, seconds=seconds)

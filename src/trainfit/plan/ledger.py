@@ -9,7 +9,7 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import Hardware
 from trainfit.operators import BlockGraph
 from trainfit.plan.op_choice import best_choice, mixed_seconds
-from trainfit.plan.op_tiers import Budget, budgets_of
+from trainfit.plan.op_tiers import Budget, budgets_of, trace_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
 from trainfit.profile import Tier
@@ -68,22 +68,18 @@ def ledgers_of(
 ) -> list[Ledger]:
     """One for each structure of the model. room_bytes: instead of what the plan's blocks save in the mean.
 
-    Raises RecipeError for a strategy whose tensor ranks split the block, and for a model without blocks.
+    Raises RecipeError for a strategy whose tensor ranks split the block or whose blocks are compiled, and for a model
+    without blocks.
     """
     if strategy.mesh.tensor > 1:
         raise RecipeError(
             f"explain looks at a whole block, mesh.tensor {strategy.mesh.tensor} splits it; explain a plan for fewer "
             "devices"
         )
-    tracer = Tracers(workload, hardware, target).of(strategy.optimizer)
-    accumulates = strategy.accumulation_steps > 1
-    what = strategy.micro_batch_size, strategy.precision
-    trace = tracer.trace(*what, (strategy.loss_chunks,), accumulates=accumulates)
-    said = {each.tier: each for each in strategy.kept_operators}
-    pairs = set(zip(tracer.facts.structures, strategy.tiers))
-    chosen = {(structure, tier): said[tier] for structure, tier in pairs if tier in said}
-    traced = tracer.trace_chosen(chosen, *what, accumulates=accumulates)
-    whole = ModelTrace({**trace.blocks, **traced}, trace.shell, trace.shared_bytes)
+    if strategy.compile.blocks:
+        raise RecipeError("explain looks at single operators, of which a compiled block has none; leave compile out")
+    tracer = Tracers(workload, hardware, target).of(strategy.optimizer, attention=strategy.attention)
+    whole = trace_of(tracer, strategy)
     budgets = budgets_of(tracer, strategy, whole, room_bytes)
     if not budgets:
         raise RecipeError(f"{workload.name} has no block with operators that run again; there is nothing to explain")

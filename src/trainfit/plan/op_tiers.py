@@ -48,6 +48,16 @@ def is_wanted(target: Target, hardware: Hardware) -> bool:
     return target.operators if target.operators is not None else hardware.spec.calibration is not None
 
 
+def trace_of(tracer: Tracer, strategy: Strategy) -> ModelTrace:
+    """At the strategy's micro batch, with the tiers that it has beside the tracer's own."""
+    accumulates = strategy.accumulation_steps > 1
+    what = strategy.micro_batch_size, strategy.precision
+    trace = tracer.trace(*what, (strategy.loss_chunks,), accumulates=accumulates)
+    said = {each.tier: each for each in strategy.kept_operators}
+    own = {pair: said.get(pair[1]) for pair in zip(tracer.facts.structures, strategy.tiers) if pair not in trace.blocks}
+    return replace(trace, blocks={**trace.blocks, **tracer.trace_chosen(own, *what, accumulates=accumulates)})
+
+
 def budgets_of(tracer: Tracer, strategy: Strategy, trace: ModelTrace, room_bytes: int | None = None) -> list[Budget]:
     """Of every structure. trace: at the strategy's micro batch and precision. room_bytes: instead of the plan's."""
     found = []
@@ -71,7 +81,7 @@ def with_operators(
     if strategy.mesh.tensor > 1 or strategy.compile.blocks or set(strategy.tiers) <= {"keep"}:
         return None
     search.on_progress("choosing operators")
-    tracer = search.tracers.of(strategy.optimizer)
+    tracer = search.tracers.of(strategy.optimizer, attention=strategy.attention)
     accumulates = strategy.accumulation_steps > 1
     what = strategy.micro_batch_size, strategy.precision
     trace = tracer.trace(*what, (strategy.loss_chunks,), accumulates=accumulates)

@@ -39,6 +39,7 @@ from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers, facts_of, gradient_share
 from trainfit.profile import BlockTrace, Mesh, Profile, ShellTrace, Tier, TokenBucket
 from trainfit.rehearsal.model_trace import ModelTrace
+from trainfit.rehearsal.trace import Tracer
 from trainfit.step.strategy import Strategy
 from trainfit.units import format_bytes
 from trainfit.workload import Workload
@@ -72,8 +73,9 @@ def choose_per_batch(
         raise RecipeError("per_batch does not work with offload yet: a table cannot switch it; leave one of them out")
     for layout in target.layouts:
         _check(layout.mesh)
-    # Rows must give the same bits, and blocks would be compiled for every tier and length.
-    asked, target = target, replace(target, may_change=target.may_change - _NOT_BY_ROW)
+    # Rows must give the same bits, blocks would be compiled for every tier and length, and what operators are worth
+    # moves with the tokens.
+    asked, target = target, replace(target, may_change=target.may_change - _NOT_BY_ROW, operators=False)
     static = choose(workload, hardware, target, max_grad_norm=max_grad_norm, on_progress=on_progress)
     if not static.fits:
         return static  # nor does its longest micro batch alone, and it says what would help
@@ -187,7 +189,8 @@ class _Rows:
         lengths = sorted({padded(ceil(self.longest / part)) for part in (4, 2)} | {self.longest})
         self._lengths = [length for length in lengths if length <= self.longest]
         self._sketches: dict[int, Sketch] = {}
-        self._facts = self._tracers(self.longest).of(strategy.optimizer)
+        self._tracers: dict[int, Tracers] = {}
+        self._facts = self._tracer(self.longest)
 
     def table(self) -> _Table:
         """All rows, ascending, and the tokens of a micro batch. Raises DoesNotFitError."""
@@ -285,21 +288,20 @@ class _Rows:
         return between(length, {each: self._traced(each) for each in self._lengths}, chunks)
 
     def _traced(self, length: int) -> ModelTrace:
-        tracer = self._tracers(length).of(self.strategy.optimizer)
+        tracer = self._tracer(length)
         return tracer.trace(1, self.strategy.precision, (self.strategy.loss_chunks,), accumulates=True)
 
     def _sketch(self, length: int) -> Sketch:
         if length not in self._sketches:
-            tracer = self._tracers(length).of(self.strategy.optimizer)
+            tracer = self._tracer(length)
             self._sketches[length] = Sketch(tracer, self.strategy.precision, 2, length)
         return self._sketches[length]
 
-    def _tracers(self, length: int) -> Tracers:
-        made = self.__dict__.setdefault("_made", {})
-        if length not in made:
+    def _tracer(self, length: int) -> Tracer:
+        if length not in self._tracers:
             workload = self.workload if length == self.longest else self.workload.with_seq_len(length)
-            made[length] = Tracers(workload, self.hardware, replace(self.target, seq_len=length))
-        return made[length]  # type: ignore[no-any-return]
+            self._tracers[length] = Tracers(workload, self.hardware, replace(self.target, seq_len=length))
+        return self._tracers[length].of(self.strategy.optimizer, attention=self.strategy.attention)
 
     def _case_of(self, tokens: int, trace: ModelTrace) -> Case:
         size, length = shape_of(tokens, self.longest)

@@ -172,7 +172,7 @@ class Search:
     def case_with(self, point: Point, more: Mapping[tuple[int, Tier], BlockTrace]) -> Case:
         """The point's case with more tiers than the tracer's own."""
         strategy = point.strategy
-        tracer = self.tracers.of(strategy.optimizer)
+        tracer = self.tracers.of(strategy.optimizer, strategy.compile, strategy.attention)
         what = strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,)
         trace = tracer.trace(*what, accumulates=strategy.accumulation_steps > 1)
         return self._case(point, replace(trace, blocks={**trace.blocks, **more}), tracer)

@@ -206,18 +206,18 @@ class Tracer:
 
     def trace_chosen(
         self,
-        chosen: Mapping[tuple[int, Tier], KeptOperators],
+        chosen: Mapping[tuple[int, Tier], KeptOperators | None],
         micro_batch_size: int,
         precision: Precision,
         *,
         accumulates: bool,
     ) -> dict[tuple[int, Tier], BlockTrace]:
-        """Blocks by structure under chosen tiers."""
+        """Blocks by structure under chosen tiers, or under those of TIERS that trace() does not have."""
         with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
             return {
                 (structure, tier): self._once(
-                    (micro_batch_size, precision, accumulates, structure, each),
+                    (micro_batch_size, precision, accumulates, structure, each or tier),
                     partial(self._trace_block, block, tier, precision, inputs, micro_batch_size, each),
                 )
                 for (structure, tier), each in chosen.items()
