@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainfit.errors import DeviceError, ModelError, RecipeError
 from trainfit.hardware import this_machine
 from trainfit.profile import Compile, Mesh, Profile, Tier, Zero
-from trainfit.rehearsal import measure, rehearse
+from trainfit.rehearsal import measure, rehearse, verify
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.techniques import compiled
 from trainfit.workload import Workload, workload_from_module
@@ -79,6 +79,9 @@ def test_compiled_gradients_are_plain_trainings_to_rounding_and_its_bytes_are_as
     predicted = rehearsed(planned)
     assert predicted.peak_bytes == measured.peak_bytes
     assert predicted.compile_seconds > 0
+    report = verify(workload(), replace(planned, loss_chunks=1), CPU, steps=1)
+    assert report.passed
+    assert not report.bit_equal
 
 
 def test_compiled_blocks_save_less_than_eager_and_a_budget_makes_it_less_still():
