@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from trainfit.cli.main import main
 from trainfit.cli.progress import TrainingDisplay
 from trainfit.cli.train import _goes_on
 from trainfit.hardware import Launch
+from trainfit.plan import Plan
 from trainfit.profile import Profile
+from trainfit.step import Strategy
 from trainfit.train import Evaluated, Measured, Preparing, Started, StepDone, read_metrics
 
 RECIPE = """\
@@ -152,6 +155,26 @@ def test_a_plan_file_is_followed(capsys):
     Path("plan.json").write_text(json.dumps(plan))
     assert main(["train", "recipe.yaml", "--plan", "plan.json", "memory=1500kiB", "steps=1"]) == 0
     assert json.loads(Path("run/plan.json").read_text())["hash"] == plan["hash"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tiers": ["full"] * 2, "compile": {"blocks": 1}}, "the plan's compile is compiled blocks, the recipe's none"),
+        (
+            {"tiers": ["offload_full"] * 2},
+            "the plan's tiers have offload_full to host",
+        ),
+        ({"tiers": ["keep_int8"] * 2}, "the plan's tiers have keep_int8, which rounds what backward reads"),
+    ],
+)
+def test_a_plan_file_that_does_what_the_recipe_does_not_allow_is_refused(changes, words, capsys):
+    assert main(["plan", "recipe.yaml", "--memory", "1400kiB", "--json"]) == 0
+    plan = Plan.from_json(json.loads(capsys.readouterr().out))
+    other = replace(plan, strategy=Strategy.from_json({**plan.strategy.to_json(), **changes}))
+    Path("plan.json").write_text(json.dumps(other.to_json()))
+    assert main(["train", "recipe.yaml", "--plan", "plan.json", "steps=1"]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_measure_and_verify_take_the_plan_of_a_recipe(capsys):

@@ -32,6 +32,7 @@ from trainfit.profile import (
 from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
 from trainfit.step.strategy_text import (
+    describe_compile,
     describe_strategy,
     describe_variant,
     format_tiers,
@@ -321,6 +322,15 @@ def refuse_other_plan(plan: Plan, recipe: Recipe, workload: Workload, hardware: 
                 f"the plan's tiers are {format_tiers(plan.strategy.tiers)}, the recipe's activation {policy} makes "
                 f"{format_tiers(tiers)}; plan again with the recipe"
             )
+    if "compile" not in target.may_change and strategy.compile != target.compile:
+        planned, asked = (", ".join(describe_compile(each)) or "none" for each in (strategy.compile, target.compile))
+        raise RecipeError(f"the plan's compile is {planned}, the recipe's {asked}; plan again with the recipe")
+    away = sorted({tier for tier in strategy.tiers if tier.startswith("offload")})
+    if away and strategy.offload != (target.offload or (Offload() if recipe.activation else None)):
+        raise RecipeError(
+            f"the plan's tiers have {away[0]} to {strategy.offload.place}, the recipe's offload is another or none; "
+            "plan again with the recipe"
+        )
     lossy = sorted(set(strategy.tiers) & set(TIER_ACCURACY))
     if lossy and recipe.activation is None and "activations" not in target.may_change:
         raise RecipeError(
