@@ -122,6 +122,8 @@ def test_epochs_of_documents_end_where_the_text_does():
         ({"activation": "full"}, "keep one"),
         ({"mesh": {"pipeline": 2}}, "makes micro batches of several shapes"),
         ({"per_batch": {"threshold": 1.5}}, "threshold"),
+        ({"compile": "block"}, "each would be compiled anew"),
+        ({"per_batch": False, "may_change": ["compile"]}, "each would be compiled anew"),
     ],
 )
 def test_recipes_that_cannot_be_per_batch(values, words):

@@ -358,6 +358,12 @@ class Recipe(_Section):
             raise RecipeError(
                 f"per_batch chooses the tiers of each micro batch, activation {self.activation} fixes them; keep one"
             )
+        compiles = self.compile != "none" or ("compile" in self.may_change and self.per_batch is None)
+        if self.data.lengths == "documents" and compiles:
+            raise RecipeError(
+                "data.lengths documents makes micro batches of several shapes, and each would be compiled anew; leave "
+                "compile out, of may_change too, or set data.lengths: packed"
+            )
         if self.data.lengths == "documents" and self.mesh is not None:
             for name, taken in (("mesh.pipeline", self.mesh.pipeline > 1), ("tensor.sequence", self.tensor.sequence)):
                 if taken:
