@@ -18,6 +18,7 @@ from trainfit.export import SYSTEMS, Job, check_system
 from trainfit.export.base import changed_settings
 from trainfit.export.tiers import Tiers
 from trainfit.hardware.allocator import conf_of
+from trainfit.operators import KeptOperators
 from trainfit.profile import (
     FROZEN_STORAGES,
     PIPELINE_SCHEDULES,
@@ -400,6 +401,15 @@ def test_an_unknown_system_names_the_nearest():
         check_system("deepsped")
     with pytest.raises(RecipeError, match="there are deepspeed, accelerate, torchtitan, megatron, mindspeed, trl"):
         check_system("xyz")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_chosen_tiers_are_counted_and_not_listed(system: str):
+    rules = KeptOperators("chosen_1", ("aten.mm.default#1", "aten.mm.default#2"), ("aten.pow.Tensor_Scalar#1",))
+    job = Job(Strategy(4, tiers=("chosen_1", "keep"), kept_operators=(rules,)), 128, "cuda", "llama-x", "h100", "0123")
+    notes = SYSTEMS[system](job).notes
+    assert any(note.startswith("kept_operators.chosen_1 keeps the outputs of 2 operators: ") for note in notes)
+    assert not any("aten." in note for note in notes)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -158,6 +158,9 @@ def _changed(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
     elif name == "tier_table":
         if value:
             yield name, f"of {len(value)} rows, by the tokens of a micro batch"
+    elif name == "kept_operators":
+        for each in value:
+            yield f"{name}.{each.tier}", f"keeps the outputs of {len(each.kept)} operators"
     elif is_dataclass(value):
         default = LossScale() if isinstance(value, LossScale) else default
         if not isinstance(default, type(value)):
