@@ -26,7 +26,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-VERBS = ("plan", "rehearse", "train", "measure", "verify", "export", "devices")
+VERBS = ("plan", "explain", "rehearse", "train", "measure", "verify", "export", "devices")
 PROFILE_KEYS = {"peak_bytes", "peak_phase", "phases", "categories", "resident_bytes", "step_seconds"}
 STEP = ("--seq-len", "32", "--micro-batch", "2")
 

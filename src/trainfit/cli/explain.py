@@ -9,11 +9,13 @@ import typer
 from trainfit.cli.console import notes, output, print_json, print_notes, status
 from trainfit.cli.options import (
     MAX_DEVICES,
+    AttentionOption,
     CastOption,
     DeviceOption,
     JsonOption,
     MemoryOption,
     ModelArgument,
+    OffloadOption,
     OptimizerOption,
     PrecisionOption,
     SeqLenOption,
@@ -40,6 +42,8 @@ def explain(
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = None,
     cast: CastOption = None,
+    offload: OffloadOption = None,
+    attention: AttentionOption = None,
     may_change: MayChangeOption = None,
     max_grad_norm: MaxGradNormOption = None,
     keep: KeepOption = None,
@@ -63,7 +67,7 @@ def explain(
         norm = gradient_norm(max_grad_norm, recipe)
         hardware = find_hardware(device, recipe, devices)
         changes = tuple(may_change or ())
-        options = (tokens_per_step, memory, precision, changes, optimizer, cast, None, None, None, norm)
+        options = (tokens_per_step, memory, precision, changes, optimizer, cast, None, offload, attention, norm)
         workload, made = choose_plan(model, recipe, seq_len, *options, hardware, say, operators=True)
         if not made.fits:
             raise DoesNotFitError(made.reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainfit.profile import Category
+from trainfit.profile import CHOSEN_TIERS, Category
 
 NAMES: Mapping[Category, str] = {
     "parameters": "parameters",
@@ -32,4 +32,5 @@ TIER_WORDS: Mapping[str, tuple[str, str]] = {
     "offload": ("nothing: all that autograd saves is elsewhere", "nothing"),
     "offload_pointwise": ("nothing: what pointwise keeps is elsewhere", "as pointwise"),
     "offload_full": ("nothing: the input is elsewhere", "everything"),
+    **dict.fromkeys(CHOSEN_TIERS, ("input, outputs of single operators", "what leads to the other saved tensors")),
 }
