@@ -2,11 +2,12 @@
 
 NOTE [ Measured use ]
 A table is planned to stay below a threshold of the budget (NOTE [ Room above the plan ] in plan/per_batch.py), so what
-is above it is something that the rehearsals did not know: fragments between micro batches of many sizes, a library's
-workspace, a neighbour. Each update's peak is measured. Above the threshold every micro batch is given the tiers of one
-row further down; after CALM updates in a row well below it, one row back. A row that was too much when it was given
-back costs twice the calm the next time, so a run does not swing. Ranks go by the highest use of all. Tiers give the
-same bits, so what is learnt does not depend on any of this, and a resumed run may begin at the planned table again.
+is above it is something that the rehearsals did not know: a kernel's temporaries, or on a host what malloc cannot give
+back between micro batches of many sizes. What a device's allocator holds beside tensors is not seen. Each update's peak
+is measured. Above the threshold every micro batch is given the tiers of one row further down; after CALM updates in a
+row well below it, one row back. A row that was too much when it was given back costs twice the calm the next time, so a
+run does not swing. Ranks go by the highest use of all. Tiers give the same bits, so what is learnt does not depend on
+any of this, and a resumed run may begin at the planned table again.
 """
 
 from __future__ import annotations
