@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from plain import CPU, build, planned_gradients, random_batch, tiny_workload
+from plain import CPU, assert_equal_to_the_bit, build, planned_gradients, random_batch, tiny_workload
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.hardware import this_machine
-from trainfit.profile import Mesh, OptimizerVariant, Zero
+from trainfit.profile import Mesh, Offload, OptimizerVariant, Zero
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, parse_tiers
+from trainfit.techniques import offload
 from trainfit.techniques.block_cast import CastForward, cast_weights
 from trainfit.workload import LoRASettings, Workload, with_adapter, with_trained_only
 
@@ -33,6 +34,21 @@ def test_gradients_are_those_of_autocast_to_the_bit(family: str, activation: str
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("activation", ["keep_bf16", "keep_int8", "discard", "offload"])
+@pytest.mark.parametrize("way", ["gpt2", "adapter"])
+def test_tiers_that_pack_what_is_saved_leave_the_casts_alone(
+    way: str, activation: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The casts are emptied when forward has ended: whoever packed one would pack nothing, or codes of a weight."""
+    monkeypatch.setattr(offload, "SMALLEST", 256)
+    workload = FROZEN["adapter"]() if way == "adapter" else tiny_workload(way)
+    batches = [random_batch(workload), random_batch(workload, seed=4)]
+    knobs: dict[str, Any] = {"precision": "bf16"} | ({"offload": Offload("disk")} if "offload" in activation else {})
+    expected = planned_gradients(build(workload, activation, **knobs), batches)
+    found = planned_gradients(build(workload, activation, cast="block", **knobs), batches)
+    assert_equal_to_the_bit(found, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,6 +26,7 @@ from trainfit.errors import RecipeError
 from trainfit.profile import Cast
 from trainfit.techniques.activation import Patched, forget_recompute, unbound_forward
 from trainfit.techniques.base import Asked, Build, Draft, Stage
+from trainfit.techniques.surroundings import mark_emptied
 
 
 class BlockCasts:
@@ -86,15 +87,18 @@ class CastForward:
             return self._forward(block, *args, **kwargs)
         dtype = torch.get_autocast_dtype(device_type)
         copies = [_ToLow.apply(parameter, dtype) for _, _, parameter in weights]  # type: ignore[no-untyped-call]
+        in_backward = torch._C._current_graph_task_id() != -1  # a recompute: what it casts is needed at once
+        gives_up = torch.is_grad_enabled() and not in_backward
         for (module, name, _), copy in zip(weights, copies):
             module._parameters[name] = copy
+            if gives_up:
+                mark_emptied(copy)
         try:
             output = self._forward(block, *args, **kwargs)
         finally:
             for module, name, parameter in weights:
                 module._parameters[name] = parameter
-        in_backward = torch._C._current_graph_task_id() != -1  # a recompute: what it casts is needed at once
-        if torch.is_grad_enabled() and not in_backward:
+        if gives_up:
             parameters = [parameter for _, _, parameter in weights]
             for copy in copies:
                 copy.untyped_storage().resize_(0)

@@ -18,7 +18,8 @@ NOTE [ What is left as it is ]
   a norm's scale or attention's log-sum-exp, whose error all numbers of the row would have.
 - What someone else still holds when forward has ended, such as a list of hidden states: its codes would come on top,
   so they are dropped and the original taken.
-- A weight that autocast has cast is cast again: no bytes at all, and the same bits.
+- A weight that autocast has cast is cast again: no bytes at all, and the same bits. Those of cast "block" are emptied
+  and filled again there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from trainfit.profile import Tier
 from trainfit.techniques.made_again import Eps, MadeAgain, Source, eps_of, numbers_of, storage_of
 from trainfit.techniques.quantised import dequantise, quantise
 from trainfit.techniques.recompute import asks_for_gradients
+from trainfit.techniques.surroundings import is_emptied
 
 Storage = Literal["bf16", "int8", "fp8", "made_again"]
 COMPRESSED: Mapping[Tier, Storage] = {
@@ -117,9 +119,9 @@ class _Call:
         if isinstance(tensor, nn.Parameter):
             return tensor
         with torch.no_grad():
-            codes = self._codes_of(tensor)
+            codes = None if is_emptied(tensor) else self._codes_of(tensor)
             if codes is None:
-                return _AsItIs(tensor.detach(), tensor._version, self.plan.name)
+                return _AsItIs(tensor if is_emptied(tensor) else tensor.detach(), tensor._version, self.plan.name)
             return _Saved(codes, tensor.shape, tensor.stride(), int(tensor.storage_offset()), self.plan.name)
 
     def _codes_of(self, tensor: Tensor) -> Source | None:

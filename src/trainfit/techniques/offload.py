@@ -12,8 +12,8 @@ One storage is copied once, however many views of it are saved, also by the next
 
 NOTE [ What stays ]
 Parameters, buffers, and inputs without a gradient that all blocks share (rotary tables, masks) live anyway. A cast of
-a parameter, as autocast saves it for each matmul, is dropped and cast again. What is smaller than SMALLEST stays, since
-a copy's latency is worth more than that.
+a parameter, as autocast saves it for each matmul, is dropped and cast again; cast "block" empties and fills its casts
+itself. What is smaller than SMALLEST stays, since a copy's latency is worth more than that.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from trainfit.hardware import Accelerator
 from trainfit.profile import Offload, Tier
 from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.offload_pool import Place, is_in_memory, place_of
+from trainfit.techniques.surroundings import is_emptied
 
 SMALLEST = 16 * 2**10  # bytes
 # What of these tiers is elsewhere is what the other one keeps.
@@ -188,14 +189,13 @@ class Shipment:
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
         """See NOTE [ What stays ]."""
-        if isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) or is_emptied(tensor):
             return tensor
         # What stays is detached: an output would hold the node that made it, and the node holds what it saved.
         if not self._may_leave(tensor):
             return tensor.detach()
-        weight, is_cast = weight_behind(tensor)
-        if weight is not None:
-            return (_recast(weight, tensor) if is_cast else None) or tensor.detach()
+        if (weight := weight_behind(tensor)) is not None:
+            return _recast(weight, tensor) or tensor.detach()
         parcel = self._stash.parcel_of(tensor)
         self.parcels.append(weakref.ref(parcel))
         offset = int(tensor.storage_offset())
@@ -290,20 +290,20 @@ def _storage_key(tensor: Tensor) -> int:
     return key
 
 
-def weight_behind(tensor: Tensor) -> tuple[nn.Parameter | None, bool]:
-    """The parameter of which a tensor is a view, or a view of a cast; and whether autocast's cast is all there is."""
-    node, is_cast = tensor.grad_fn, True
+def weight_behind(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter of which a tensor is a view, or a view of one cast."""
+    node, is_cast = tensor.grad_fn, False
     while node is not None:
         name = type(node).__name__
         if name == "AccumulateGrad":
             variable = node.variable  # type: ignore[attr-defined]
-            return (variable, is_cast) if isinstance(variable, nn.Parameter) else (None, False)
-        if name not in _VIEWS and name != "ToCopyBackward0":
-            if name != "_ToLowBackward":  # cast "block" fills its casts again itself
-                return None, False
-            is_cast = False
+            return variable if isinstance(variable, nn.Parameter) else None
+        if name == "ToCopyBackward0" and not is_cast:  # of two casts the first one has rounded
+            is_cast = True
+        elif name not in _VIEWS:
+            return None
         node = node.next_functions[0][0] if node.next_functions else None
-    return None, False
+    return None
 
 
 def _recast(weight: nn.Parameter, tensor: Tensor) -> Recast | None:

@@ -11,6 +11,18 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+_EMPTIED = "_trainfit_emptied"
+
+
+def mark_emptied(tensor: Tensor) -> None:
+    """Its memory is given up when forward ends and filled again in backward, by who knows this very tensor."""
+    setattr(tensor, _EMPTIED, True)
+
+
+def is_emptied(tensor: Tensor) -> bool:
+    """Whether it is one of these or a view of one. What shares its memory does not hold it: save it as it is."""
+    return hasattr(tensor if tensor._base is None else tensor._base, _EMPTIED)
+
 
 class RandomState(Protocol):
     """Random number generators of host and device, as hardware's facade offers them."""
