@@ -17,9 +17,10 @@ from plain import (
     tiny_workload,
 )
 from test_prediction import assert_predicted
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainfit.errors import RecipeError
+from trainfit.errors import RecipeError, RecomputeError
 from trainfit.hardware import find_device
 from trainfit.hardware.overheads import part_of_step
 from trainfit.operators import BlockGraph, KeptOperators
@@ -27,6 +28,7 @@ from trainfit.plan.op_choice import frontier
 from trainfit.profile import Mesh, Precision, TokenBucket
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step import Strategy, build_step
+from trainfit.techniques.activation import recompute_block
 from trainfit.techniques.deferred import Deferred
 from trainfit.workload import Workload
 
@@ -117,6 +119,37 @@ def test_what_was_put_off_by_mistake_runs_when_it_is_asked_for():
     runs, found = recomputed(workload, wrong)
     assert runs["aten.pow.Tensor_Scalar"] == 2 * 4
     assert_equal_to_the_bit(found, expected)
+
+
+class Tripled(nn.Module):
+    """Twice what is tripled, and a view or none of it, before it is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tripled = x * 3.0
+        before = tripled * 2.0 if self.training else tripled.view(2, 2, 8)
+        tripled.add_(1.0)
+        return self.one(before).view(4, 8) + self.two(tripled)
+
+
+def gradients_of(block: nn.Module) -> list[torch.Tensor]:
+    block.zero_grad()
+    block(torch.linspace(0, 1, 32).view(4, 8)).square().sum().backward()
+    return [p.grad.clone() for p in block.parameters()]
+
+
+def test_what_is_put_off_does_not_see_what_is_written_after_it():
+    """An operator would run on what was written; a view is meant to show it."""
+    block = Tripled()
+    shown = gradients_of(block.eval())
+    chosen = KeptOperators("chosen_1", (), ("aten.mul.Tensor#1", "aten.mul.Tensor#2"))
+    recompute_block(block, "chosen_1", CPU, chosen=chosen)
+    assert all(torch.equal(one, other) for one, other in zip(gradients_of(block), shown, strict=True))
+    with pytest.raises(RecomputeError, match=r"an input of aten.mul.Tensor was changed in place after recompute had"):
+        gradients_of(block.train())
 
 
 @pytest.mark.parametrize(

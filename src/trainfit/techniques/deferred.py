@@ -66,7 +66,8 @@ class _Call:
 
     def output(self, at: int | None) -> Tensor:
         if self.outputs is None:
-            if _versions(self.args, self.kwargs) != self.versions:
+            # A view shows what was written since, as it would have in forward.
+            if not self.func.is_view and _versions(self.args, self.kwargs) != self.versions:
                 raise RecomputeError(
                     f"{self.chain.name}: an input of {self.func} was changed in place after recompute had put it off; "
                     "set this block's activation tier to pointwise"
@@ -148,5 +149,5 @@ def _value(tensor: Deferred) -> Tensor:
 
 
 def _versions(args: Any, kwargs: Any) -> tuple[int, ...]:
-    leaves = tree_leaves((args, kwargs))
-    return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Deferred))
+    """Autograd counts what is written in place of a Deferred too."""
+    return tuple(leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
