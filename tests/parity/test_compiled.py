@@ -147,6 +147,20 @@ def test_a_block_that_is_no_single_graph_is_one_line():
     assert "\n" not in str(error.value)
 
 
+def test_a_block_that_is_called_in_too_many_ways_is_one_line():
+    double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True, dynamic=False)
+
+    def run(*sizes: int) -> None:
+        for rows in sizes:
+            with compiled.compile_errors("layers.0"):
+                double(torch.ones(rows))
+
+    words = r"layers.0 cannot be compiled as one graph \(\w+: .*recompile.*--compile none"
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(ModelError, match=words) as error:
+        run(2, 3, 4)
+    assert "\n" not in str(error.value)
+
+
 def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch):
     def missing() -> str:
         raise OSError("no g++")

@@ -138,7 +138,7 @@ class CompiledBlock:
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBlock:
         block = self.block()
         assert block is not None
-        return replace(self, block=weakref.ref(deepcopy(block, memo)))
+        return replace(self, block=weakref.ref(deepcopy(block, memo)), forward=deepcopy(self.forward, memo))
 
 
 class Graphs:
@@ -194,12 +194,14 @@ def _no_function_modes() -> Iterator[None]:
 @contextmanager
 def compile_errors(name: str) -> Iterator[None]:
     """What the compiler cannot do becomes one line."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     try:
         yield
-    except TorchDynamoException as error:
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         inner = getattr(error, "inner_exception", error)
+        if isinstance(error, FailOnRecompileLimitHit):
+            inner = error.__cause__ or error  # which says what was too much
         if isinstance(inner, TrainfitError):
             raise inner from None
         reason = (str(inner).strip() or type(inner).__name__).splitlines()[0][:200]
