@@ -292,6 +292,22 @@ def test_a_copy_of_a_planned_model_is_its_own():
     assert all(p.grad is None for p in step.model.parameters())
 
 
+@pytest.mark.parametrize("tier", ["keep", "full", "keep_int8"])
+@pytest.mark.parametrize("knobs", [{"attention": "blockwise"}, {"precision": "bf16", "cast": "block"}], ids=str)
+def test_a_copy_is_its_own_whatever_stands_around_its_blocks(tier: str, knobs: dict[str, str]):
+    step = build(make(), *[tier] * BLOCKS, **knobs)
+    block, x = copy.deepcopy(step.model).layers[0], torch.randn(2, LENGTH, DIM, requires_grad=True)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.zero_()
+    with CPU.autocast(knobs.get("precision", "fp32")):
+        output = block(x)
+    assert torch.equal(output, x)
+    output.sum().backward()
+    assert block.out.bias.grad is not None
+    assert all(p.grad is None for p in step.model.parameters())
+
+
 def test_a_cache_that_fills_names_its_block():
     """CK-08, in a model: the error says which block."""
 

@@ -13,7 +13,8 @@ F.scaled_dot_product_attention in its blocks; those calls are caught.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -64,7 +65,7 @@ class AttentionKind:
             set_attention(build.model, f"trainfit_blockwise_{kind}", partial(_of_transformers, kind=kind), _mask)
             return
         for name, block in zip(build.anatomy.blocks, build.blocks):
-            block.forward = BlockwiseForward(name, block, kind)
+            block.forward = BlockwiseForward(name, block, unbound_forward(block), kind)
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,14 @@ def _of_transformers(
 
 
 class BlockwiseForward:
-    """In the place of a block's forward: runs it with its calls of F.scaled_dot_product_attention caught."""
+    """In the place of a block's forward: runs it with its calls of F.scaled_dot_product_attention caught.
 
-    def __init__(self, name: str, block: nn.Module, kind: Kind) -> None:
+    forward: the block's own, unbound: takes the block first.
+    """
+
+    def __init__(self, name: str, block: nn.Module, forward: Callable[..., Any], kind: Kind) -> None:
         # Weak: the block has this in its own attributes.
-        self.name, self._block, self._kind = name, weakref.ref(block), kind
-        self.forward = unbound_forward(block)
+        self.name, self._block, self.forward, self._kind = name, weakref.ref(block), forward, kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
@@ -181,6 +184,12 @@ class BlockwiseForward:
                 f"attention blockwise: {self.name} never calls F.scaled_dot_product_attention; set attention: model"
             )
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockwiseForward:
+        # A copied block comes here while it is copied, so memo has it already.
+        block = self._block()
+        assert block is not None
+        return BlockwiseForward(self.name, deepcopy(block, memo), deepcopy(self.forward, memo), self._kind)
 
 
 def _forget(block: nn.Module) -> None:

@@ -13,7 +13,8 @@ With sharded weights FSDP does the same: it gathers them in the compute dtype.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ class BlockCasts:
         # FSDP casts in its gathers; the stage is not known to be one that shards until then.
         if setting == "block" and build.ranks.mesh.shard == 1:
             for block in build.blocks:
-                block.forward = CastForward(block)
+                block.forward = CastForward(block, unbound_forward(block))
 
 
 def forget_cast(block: nn.Module) -> None:
@@ -66,12 +67,12 @@ def forget_cast(block: nn.Module) -> None:
 
 
 class CastForward:
-    """In the place of a block's forward."""
+    """In the place of a block's forward. forward: the block's own, unbound."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
         # Weak: the block has this in its own attributes.
         self._block = weakref.ref(block)
-        self._forward = unbound_forward(block)
+        self._forward = forward
 
     def give_back(self, block: nn.Module) -> None:
         """Sets what was set on the block itself before."""
@@ -110,6 +111,12 @@ class CastForward:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(_refill, parameters, kept))
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastForward:
+        # A copied block comes here while it is copied, so memo has it already.
+        block = self._block()
+        assert block is not None
+        return CastForward(deepcopy(block, memo), deepcopy(self._forward, memo))
 
 
 class _ToLow(torch.autograd.Function):

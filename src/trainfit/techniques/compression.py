@@ -100,7 +100,7 @@ class CompressionPlan:
         # A copied block comes here while it is copied, so memo has it already.
         block = self.block()
         assert block is not None
-        return replace(self, block=weakref.ref(deepcopy(block, memo)))
+        return replace(self, block=weakref.ref(deepcopy(block, memo)), forward=deepcopy(self.forward, memo))
 
 
 class _Call:

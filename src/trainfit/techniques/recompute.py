@@ -122,7 +122,8 @@ class RecomputePlan:
         # A copied block comes here while it is copied, so memo has it already.
         block = self.block()
         assert block is not None
-        return replace(self, block=weakref.ref(deepcopy(block, memo)), looked_at={})
+        twin, forward = weakref.ref(deepcopy(block, memo)), deepcopy(self.forward, memo)
+        return replace(self, block=twin, forward=forward, looked_at={})
 
     @cached_property
     def rules(self) -> KeepRules:

@@ -45,7 +45,8 @@ class SwitchedForward:
         # A copied block comes here while it is copied, so memo has it already.
         block = self._block()
         assert block is not None
-        return SwitchedForward(deepcopy(block, memo), self.forward, deepcopy(self.plans, memo), self.tier)
+        forward, plans = deepcopy(self.forward, memo), deepcopy(self.plans, memo)
+        return SwitchedForward(deepcopy(block, memo), forward, plans, self.tier)
 
 
 class TierSwitch:
