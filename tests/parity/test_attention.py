@@ -202,6 +202,22 @@ def test_the_key_value_cache_stays_off():
     assert not any(isinstance(value, object) and "Cache" in type(value).__name__ for value in seen[0].values())
 
 
+def test_one_query_after_cached_keys_sees_them_all():
+    """As transformers has it, which makes no mask for it: tokens that are generated are the model's own."""
+    workload = tiny_workload("llama", seq_len=32)
+    ids = random_batch(workload).inputs
+
+    @torch.no_grad()
+    def last_scores(**knobs: Any) -> Tensor:
+        model = build(workload, **knobs).model.eval()
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        scores: Tensor = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
+        return scores
+
+    found, expected = last_scores(attention="blockwise"), last_scores()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_attention_that_is_the_blocks_own_is_refused():
     class Averaging(nn.Module):
         def __init__(self) -> None:

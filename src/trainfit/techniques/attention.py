@@ -140,6 +140,7 @@ def _of_transformers(
             "attention: model"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
+    causal = causal and query.shape[2] > 1  # one query after cached keys sees them all; no mask is made for it
     window, mask, bias = 0, None, position_bias
     if isinstance(attention_mask, MaskRule):
         causal, window, mask = True, attention_mask.window, attention_mask.seen
