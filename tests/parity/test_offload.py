@@ -27,7 +27,7 @@ from plain import (
     small_workload,
     tiny_workload,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainfit.errors import OffloadError, RecipeError
 from trainfit.hardware import this_machine
@@ -36,7 +36,8 @@ from trainfit.rehearsal import measure, rehearse
 from trainfit.rehearsal.recording import allocations
 from trainfit.step import Strategy, TrainStep, parse_tiers
 from trainfit.techniques import offload
-from trainfit.techniques.offload_pool import Disk, DiskPlace, Pool, Slot
+from trainfit.techniques.activation import offload_block
+from trainfit.techniques.offload_pool import Disk, DiskPlace, Pool, Slot, StagedDisk
 
 DISK = Offload("disk")
 MIXED = "1*offload,1*keep,1*offload_full,1*offload_pointwise"
@@ -318,6 +319,40 @@ def test_a_tensor_that_is_changed_after_it_was_saved_is_refused():
     tensor.add_(1)
     with pytest.raises(OffloadError, match="changed in place"):
         parcel.leave()
+
+
+class Seen(nn.Module):
+    """Shows what it has saved, which is too small to leave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        self.seen = y.detach()
+        return y
+
+
+def test_what_stays_and_is_changed_after_it_was_saved_is_refused():
+    block = Seen()
+    offload_block(block, "offload", offload.Stash(DiskPlace(DISK), CPU.device))
+    output = block(torch.ones(8, requires_grad=True))
+    block.seen.zero_()
+    with pytest.raises(OffloadError, match="changed in place before backward"):
+        output.sum().backward()
+
+
+def test_what_could_not_be_written_does_not_come_back_as_something_else(monkeypatch: pytest.MonkeyPatch):
+    """It is read before anyone has heard of it: a last block's copies come back at once."""
+
+    def fails(*_: object) -> None:
+        time.sleep(0.1)
+        raise OffloadError("gone")
+
+    place = StagedDisk(DISK, CPU)
+    monkeypatch.setattr(place.disk, "write", fails)
+    slot, value = place.pool.take(4000), torch.empty(1000)
+    place.out(slot, torch.ones(1000))
+    mark = place.back(slot, value)
+    with pytest.raises(OffloadError, match="gone"):
+        place.wait(mark)
 
 
 def test_a_graph_that_is_dropped_gives_everything_back():

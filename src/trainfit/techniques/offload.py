@@ -102,14 +102,17 @@ class Parcel:
         """Give up the device's memory, once it has been copied."""
         if self.source is None:
             return
+        self._refuse_changes()
+        mark, self._mark = self._mark, None
+        self._place.wait(mark)
+        self.source = None
+
+    def _refuse_changes(self) -> None:
         if not self.is_unchanged:
             raise OffloadError(
                 "a tensor that backward needs was changed in place after it was saved, while it was copied; set this "
                 "block's activation tier to keep"
             )
-        mark, self._mark = self._mark, None
-        self._place.wait(mark)
-        self.source = None
 
     def come(self, device: torch.device) -> None:
         """Begin to copy it back."""
@@ -120,6 +123,7 @@ class Parcel:
     def here(self, device: torch.device) -> Tensor:
         """The storage's elements, on the device."""
         if self.source is not None:
+            self._refuse_changes()
             return self.source
         self.come(device)
         if self._comes:
@@ -173,6 +177,27 @@ class Recast:
         return self.parameter.detach().to(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """A saved tensor that is where it was. Autograd does not look for changes behind a hook."""
+
+    kept: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stays:
+        # Detached: an output would hold the node that made it, and the node holds what it saved.
+        return cls(tensor.detach(), tensor._version)
+
+    def tensor(self) -> Tensor:
+        if self.kept._version != self.version:
+            raise OffloadError(
+                f"a saved tensor of {tuple(self.kept.shape)} was changed in place before backward; plain training "
+                "would fail too: change a copy"
+            )
+        return self.kept
+
+
 class Shipment:
     """What one call of one block sends away.
 
@@ -191,11 +216,10 @@ class Shipment:
         """See NOTE [ What stays ]."""
         if isinstance(tensor, nn.Parameter) or is_emptied(tensor):
             return tensor
-        # What stays is detached: an output would hold the node that made it, and the node holds what it saved.
         if not self._may_leave(tensor):
-            return tensor.detach()
+            return Stays.of(tensor)
         if (weight := weight_behind(tensor)) is not None:
-            return _recast(weight, tensor) or tensor.detach()
+            return _recast(weight, tensor) or Stays.of(tensor)
         parcel = self._stash.parcel_of(tensor)
         self.parcels.append(weakref.ref(parcel))
         offset = int(tensor.storage_offset())
@@ -314,7 +338,7 @@ def _recast(weight: nn.Parameter, tensor: Tensor) -> Recast | None:
 
 
 def unpack(packed: Any) -> Tensor:
-    return packed.tensor() if isinstance(packed, Packed | Recast) else packed
+    return packed.tensor() if isinstance(packed, Packed | Recast | Stays) else packed
 
 
 def unpack_all(tree: Any) -> Any:

@@ -316,9 +316,16 @@ class StagedDisk:
 
     def wait(self, mark: Any) -> None:
         self._device.wait_event(mark.result() if isinstance(mark, Future) else mark)
+        self._forget_done()  # of what was written before and could not be, wrong bytes have come back
+
+    def _forget_done(self) -> None:
+        """Raises what one of them raised."""
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft().result()
 
     def _stage(self, num_bytes: int) -> Slot:
-        while self._under_way and (self._under_way[0].done() or self._staging.taken_bytes + num_bytes > _STAGING):
+        self._forget_done()
+        while self._under_way and self._staging.taken_bytes + num_bytes > _STAGING:
             self._under_way.popleft().result()
         return self._staging.take(num_bytes)
 
