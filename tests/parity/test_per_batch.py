@@ -128,6 +128,13 @@ def test_a_row_is_rehearsed_as_the_step_of_its_tiers_alone_and_as_it_runs():
     assert through_table == rehearse(workload(), alone, MACHINE, micro_batches=[batch, batch])
 
 
+def test_a_tier_that_makes_outputs_again_gives_the_same_bits():
+    window = batches()
+    table = (TokenBucket(32, ("keep", "keep")), TokenBucket(64, ("discard", "full")))
+    expected = planned_gradients(build(workload()), window)
+    assert_equal_to_the_bit(planned_gradients(build(workload(), tier_table=table), window), expected)
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [

@@ -12,10 +12,9 @@ from torch import nn
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator
-from trainfit.profile import Tier, TokenBucket
+from trainfit.profile import TIER_ACCURACY, Tier, TokenBucket
 from trainfit.techniques.activation import forget_recompute, recompute_block, unbound_forward
 from trainfit.techniques.base import Asked, Build, Draft, Stage
-from trainfit.techniques.compression import COMPRESSED
 from trainfit.techniques.switched import SwitchedForward, TierSwitch
 
 TIGHTEST: Tier = "full"  # of all blocks, where even the table's last row is too much
@@ -51,7 +50,7 @@ class TierTable:
 def switched(block: nn.Module, tiers: Iterable[Tier], accelerator: Accelerator, name: str) -> SwitchedForward:
     """Put a block under all of these tiers, in place; the first is set."""
     tiers = tuple(tiers)
-    if lossy := sorted(set(tiers) & set(COMPRESSED)):
+    if lossy := sorted(set(tiers) & set(TIER_ACCURACY)):
         raise RecipeError(f"tier {lossy[0]} changes gradients, which must not depend on a table's rows; take another")
     forget_recompute(block)
     plans: dict[Tier, Callable[..., Any]] = {}
