@@ -69,6 +69,26 @@ def test_an_input_that_was_changed_in_place_is_refused():
         gradients(under("discard", made(Overwrites)), hidden())
 
 
+def test_an_output_that_was_written_in_place_is_kept():
+    """What made it would make what it was before; to autograd both are the same node's."""
+
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.silu(self.one(x))
+            with torch.no_grad():
+                y.mul_(0.5)
+            return self.two(y)
+
+    plain = gradients(made(Halved), hidden())
+    assert all(
+        torch.equal(*pair) for pair in zip(gradients(under("discard", made(Halved)), hidden()), plain, strict=True)
+    )
+
+
 def test_a_product_with_a_constant_is_kept():
     """The node has not saved what it would take: only the constant."""
 

@@ -44,7 +44,9 @@ class MadeAgain(Source):
 
     @classmethod
     def of(cls, tensor: Tensor, eps: Eps) -> MadeAgain | None:
-        """None where what made it cannot be run again from what it has saved."""
+        """None where what made it cannot be run again from what it has saved, or where it was written since."""
+        if tensor._version:
+            return None  # by an operator in place, or behind autograd's back: which, the graph does not say
         made = tensor if tensor._base is None else tensor._base
         if made.grad_fn is None or made.numel() != numbers_of(made) or not made.is_contiguous():
             return None
