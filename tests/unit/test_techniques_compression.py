@@ -239,6 +239,26 @@ def test_a_small_tensor_that_is_changed_in_place_is_refused():
         output.sum().backward()
 
 
+def test_what_someone_else_holds_and_changes_in_place_is_refused():
+    """Its codes are gone, so what it was when it was saved is nowhere."""
+
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(DIM, 160), nn.Linear(160, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x).relu()
+            self.seen = y.detach()
+            return self.two(y)
+
+    block = under("keep_int8", made(Shown))
+    output = block(hidden())
+    block.seen.zero_()
+    with pytest.raises(RecomputeError, match="changed in place before backward"):
+        output.sum().backward()
+
+
 def test_second_derivatives_are_refused():
     x = hidden()
     with pytest.raises(RecomputeError, match="second derivatives"):

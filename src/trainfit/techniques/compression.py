@@ -17,7 +17,7 @@ NOTE [ What is left as it is ]
 - Small tensors, below _SMALLEST numbers or a sixteenth of the block's input: what is saved of each row or head, such as
   a norm's scale or attention's log-sum-exp, whose error all numbers of the row would have.
 - What someone else still holds when forward has ended, such as a list of hidden states: its codes would come on top,
-  so they are dropped and the original taken.
+  so they are dropped and the original taken. Changed in place after that it is refused, as in plain training.
 - A weight that autocast has cast is cast again: no bytes at all, and the same bits. Those of cast "block" are emptied
   and filled again there.
 """
@@ -179,12 +179,15 @@ class _Codes(Source):
     """A storage's numbers as codes, until they are asked for. See NOTE [ Codes of a storage ].
 
     original: keeps the storage's address from being given to another one, so that it names this one in _MADE.
+    version: of the tensor that was saved. counter: goes with that tensor's, without its memory.
     """
 
     def __init__(
         self, tensor: Tensor, original: StorageWeakRef, kind: Literal["bf16", "int8", "fp8"], piece: int
     ) -> None:
         self.original, self.dtype, self.piece = original, tensor.dtype, piece
+        self.version, self.counter = tensor._version, _counter_of(tensor)
+        self._is_original = False
         flat = tensor.detach().as_strided((numbers_of(tensor),), (1,), 0)
         self._value: Tensor | None = None
         self._scales: Tensor | None = None
@@ -203,6 +206,9 @@ class _Codes(Source):
         return sum(each.nbytes for each in (self._codes, self._scales, self._rest) if each is not None)
 
     def value(self, name: str) -> Tensor:
+        if self._is_original and self.counter is not None and self.counter._version != self.version:
+            assert self._value is not None
+            raise _changed(self._value, name)
         if self._value is None:
             self._value = self._decoded()
             self._codes = self._scales = self._rest = None
@@ -214,7 +220,7 @@ class _Codes(Source):
         assert storage is not None
         like = self._codes
         assert like is not None
-        self._value = torch.empty(0, dtype=self.dtype, device=like.device).set_(storage)
+        self._value, self._is_original = torch.empty(0, dtype=self.dtype, device=like.device).set_(storage), True
         self._codes = self._scales = self._rest = None
 
     def _decoded(self) -> Tensor:
@@ -285,12 +291,25 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, _Saved):
         return packed.source.value(packed.name).as_strided(packed.shape, packed.stride, packed.offset)
     if packed.tensor._version != packed.version:
-        raise RecomputeError(
-            f"{packed.name}: a saved tensor of {tuple(packed.tensor.shape)} was changed in place before backward; "
-            "plain training would fail too: change a copy"
-        )
+        raise _changed(packed.tensor, packed.name)
     tensor: Tensor = packed.tensor
     return tensor
+
+
+def _changed(tensor: Tensor, name: str) -> RecomputeError:
+    return RecomputeError(
+        f"{name}: a saved tensor of {tuple(tensor.shape)} was changed in place before backward; plain training would "
+        "fail too: change a copy"
+    )
+
+
+def _counter_of(tensor: Tensor) -> Tensor | None:
+    """A tensor of no elements that shares its version counter; a rehearsal needs none."""
+    if isinstance(tensor, FakeTensor):
+        return None
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # a detached tensor's counter stays
+    return counter
 
 
 def _tensors(tree: Any) -> list[Tensor]:
