@@ -11,7 +11,7 @@ from trainfit.errors import DoesNotFitError, RecipeError
 from trainfit.hardware import accelerator, this_machine
 from trainfit.plan import Plan, Target
 from trainfit.plan.compare import compare_policies
-from trainfit.plan.per_batch import between, choose_per_batch, shape_of
+from trainfit.plan.per_batch import _Rows, between, choose_per_batch, shape_of
 from trainfit.plan.policies import parse_policy
 from trainfit.profile import BlockTrace, Layout, Mesh, ShellTrace, Zero
 from trainfit.rehearsal import RecordedRun, rehearse
@@ -101,6 +101,20 @@ def test_the_longest_micro_batch_is_refused_before_the_run_with_its_numbers():
     """ME-10: a run must not die at the longest of its batches, thousands of steps on."""
     with pytest.raises(DoesNotFitError, match=r"one sequence of 256 tokens, needs .* MiB at least; .* lower seq_len"):
         choose_per_batch(WORKLOAD, MACHINE, target(), threshold=0.5)
+
+
+def test_micro_batches_whose_rehearsal_is_too_large_are_left_out(monkeypatch):
+    assert choose_per_batch(WORKLOAD, MACHINE, target(2**30)).strategy.micro_batch_tokens > LONGEST
+    honest = _Rows._row
+
+    def of_several_too_large(self, tokens, tiers):
+        row = honest(self, tokens, tiers)
+        return row if tokens <= LONGEST else replace(row, profile=replace(row.profile, peak_bytes=2**31))
+
+    monkeypatch.setattr(_Rows, "_row", of_several_too_large)
+    plan = choose_per_batch(WORKLOAD, MACHINE, target(2**30))
+    assert plan.fits
+    assert plan.strategy.micro_batch_tokens <= plan.strategy.tier_table[-1].max_tokens == LONGEST
 
 
 def test_what_no_static_plan_fits_is_said_by_the_static_plan():

@@ -196,10 +196,18 @@ class _Rows:
         """All rows, ascending, and the tokens of a micro batch. Raises DoesNotFitError."""
         longest = self._rehearsed(self.longest)  # teaches what a rehearsal needs beside the fast model
         solved = {tokens: found for tokens in self._candidates() if (found := self._solved(tokens)) is not None}
-        usual = min(solved, key=lambda tokens: self._seconds_a_token(tokens, solved[tokens]))
-        ends = self._ends(solved, usual)
-        rows = [longest if tokens == self.longest else self._rehearsed(tokens) for tokens in ends]
-        return _Table(tuple(rows), usual)
+        rows = {self.longest: longest}
+        while True:
+            usual = min(solved, key=lambda tokens: self._seconds_a_token(tokens, solved[tokens]))
+            ends = self._ends(solved, usual)
+            for tokens in [each for each in ends if each not in rows]:
+                try:
+                    rows[tokens] = self._rehearsed(tokens)
+                except DoesNotFitError:  # the row after it serves its micro batches, or there are none so large
+                    del solved[tokens]
+                    break
+            else:
+                return _Table(tuple(rows[tokens] for tokens in ends), usual)
 
     def _candidates(self) -> list[int]:
         """Numbers of tokens, ascending: parts of the longest sequence, then several of these."""
