@@ -65,6 +65,8 @@ def test_compressed_activations_are_taken_only_where_they_may_be():
     assert not set(exact.strategy.tiers) & set(TIER_ACCURACY)
     assert plan.fits
     assert set(plan.strategy.tiers) & set(TIER_ACCURACY)
+    assert any("blocks keep saved tensors in fewer bits" in note for note in plan.notes)
+    assert not any("too little for what is exact" in each.why for each in plan.alternatives)
 
 
 def test_plain_training_is_chosen_where_it_fits():

@@ -19,6 +19,7 @@ from trainfit.plan.reasons import (
     compile_note,
     more_memory,
     notes_of,
+    tiers_note,
     why,
     why_not,
 )
@@ -90,6 +91,7 @@ def choose(
         notes=(
             *notes_of(target),
             *accuracy_note(target, chosen.strategy, tracers.of(target.optimizer).facts.num_trained),
+            *tiers_note(chosen.strategy),
             *attention_note(target, chosen.strategy),
             *allocator_note(chosen.strategy, profile, rehearsals.profiles, allowed),
             *compile_note(chosen.strategy, profile, hardware),

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from trainfit.hardware import Hardware
+from trainfit.plan.cost import MUST_WIN
 from trainfit.plan.plan import Alternative, MoreMemory
 from trainfit.plan.search import Bounded, Candidate, Search, best_of_each
 from trainfit.plan.space import Point
 from trainfit.plan.target import Target
-from trainfit.profile import AllocatorSettings, Profile
+from trainfit.profile import TIER_ACCURACY, Accuracy, AllocatorSettings, Profile
 from trainfit.step.strategy import Strategy
 from trainfit.step.strategy_text import describe_strategy, describe_variant
 from trainfit.techniques.optimizer import ACCURACY_WORDS, accuracy_of, bytes_per_parameter
@@ -96,16 +97,22 @@ def _why_lost(
     candidate: Candidate, peak: int, seconds: float, allowed: int, chosen: Candidate, profile: Profile
 ) -> str:
     best = profile.step_seconds
-    variant, precision = candidate.strategy.optimizer, candidate.strategy.precision
+    variant = candidate.strategy.optimizer
     if peak > allowed:
         words = f"needs {format_bytes(peak - allowed)} more than allowed"
     elif seconds < best and candidate.weight > chosen.weight:
-        words = f"{1 - seconds / best:.1%} faster, too little for what is {accuracy_of(variant, precision)}"
+        words = f"{1 - seconds / best:.1%} faster, too little for what is {_accuracy(candidate.strategy)}"
     elif seconds < best:
         words = f"estimated {1 - seconds / best:.1%} faster, and not rehearsed: too little, or too long"
     else:
         words = f"{seconds / best - 1:.1%} slower" if best else "slower"
-    return words + (f" ({accuracy_of(variant, precision)})" if variant != chosen.strategy.optimizer else "")
+    return words + (f" ({_accuracy(candidate.strategy)})" if variant != chosen.strategy.optimizer else "")
+
+
+def _accuracy(strategy: Strategy) -> Accuracy:
+    """The least exact of what optimizer, precision and tiers do to what is learnt."""
+    found = {TIER_ACCURACY.get(tier, "exact") for tier in strategy.tiers}
+    return max({*found, accuracy_of(strategy.optimizer, strategy.precision)}, key=MUST_WIN.__getitem__)
 
 
 def more_memory(search: Search, chosen: Candidate, profile: Profile) -> MoreMemory | None:
@@ -180,6 +187,17 @@ def accuracy_note(target: Target, strategy: Strategy, num_trained: int) -> tuple
     moments = bytes_per_parameter(replace(strategy.optimizer, place="device")).moments
     host = int((4 + moments) * num_trained)
     return (noted, f"masters and moments take {format_bytes(host)} of host memory for each copy of the model")
+
+
+def tiers_note(strategy: Strategy) -> tuple[str, ...]:
+    """What tiers of fewer bits do to gradients."""
+    fewer_bits = [tier for tier in strategy.tiers if tier in TIER_ACCURACY]
+    if not fewer_bits:
+        return ()
+    return (
+        f"{len(fewer_bits)} of {len(strategy.tiers)} blocks keep saved tensors in fewer bits "
+        f"({', '.join(sorted(set(fewer_bits)))}): gradients are rounded; `trainfit verify` says by how much",
+    )
 
 
 def allocator_note(
