@@ -16,7 +16,8 @@ from trainfit.plan.policies import parse_policy
 from trainfit.profile import BlockTrace, Layout, Mesh, ShellTrace, Zero
 from trainfit.rehearsal import RecordedRun, rehearse
 from trainfit.rehearsal.model_trace import ModelTrace
-from trainfit.step import build_step
+from trainfit.report import plan_page
+from trainfit.step import build_step, format_tiers
 from trainfit.workload import MicroBatch, workload_from_config
 
 CPU, MACHINE = accelerator("cpu"), this_machine("cpu")
@@ -132,6 +133,14 @@ def test_stages_are_refused():
 def test_policies_are_not_compared_with_a_table(plan):
     with pytest.raises(RecipeError, match="the plan has a table of them; leave per_batch out"):
         compare_policies(WORKLOAD, MACHINE, plan, [parse_policy("full")])
+
+
+def test_the_page_of_a_plan_shows_its_table(plan):
+    page = str(plan_page(plan))
+    assert "Activation tier of each block" not in page
+    for row in plan.strategy.tier_table:
+        assert f">{row.max_tokens}" in page
+        assert format_tiers(row.tiers) in page
 
 
 def test_a_plan_with_a_table_goes_through_json(plan):

@@ -23,6 +23,10 @@ MAX_ALTERNATIVES = 8
 _TIERS_WIDTH = 30
 
 
+BUCKET_HEADS = ("tokens of a micro batch", "peak", "a token", "activation")
+BUCKET_CAPTION = "* sequences are put together up to these; a longer one is alone"
+
+
 def plan_view(plan: Plan) -> RenderableType:
     """Plain training and the chosen strategy side by side, then the reason; that of a plan which fails is an error."""
     left_free = format_bytes(plan.budget_bytes - plan.allowed_bytes)
@@ -41,12 +45,17 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def buckets_table(plan: Plan) -> Table:
     """The tiers of micro batches by their tokens, and what the largest of each row need."""
-    made = table("tokens of a micro batch", "peak", "a token", "activation")
+    made = table(*BUCKET_HEADS)
+    for row in bucket_rows(plan):
+        made.add_row(*row)
+    made.caption, made.caption_justify = BUCKET_CAPTION, "left"
+    return made
+
+
+def bucket_rows(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     for row, bucket in zip(plan.strategy.tier_table, plan.buckets):
         own = f"{row.max_tokens:,}" + ("*" if row.max_tokens == plan.strategy.micro_batch_tokens else " ")
-        made.add_row(own, format_bytes(bucket.peak_bytes), seconds_cell(bucket.token_seconds), format_tiers(row.tiers))
-    made.caption, made.caption_justify = "* sequences are put together up to these; a longer one is alone", "left"
-    return made
+        yield own, format_bytes(bucket.peak_bytes), seconds_cell(bucket.token_seconds), format_tiers(row.tiers)
 
 
 def what_binds(plan: Plan) -> Iterator[str]:

@@ -16,7 +16,7 @@ from trainfit.report.html.style import CSS, SCRIPT
 from trainfit.report.names import NAMES
 from trainfit.report.peak_words import explain_peak
 from trainfit.report.pieces import seconds_cell
-from trainfit.report.plan_view import side_rows, what_binds
+from trainfit.report.plan_view import BUCKET_CAPTION, BUCKET_HEADS, bucket_rows, side_rows, what_binds
 from trainfit.report.profile_view import reserved_words, speed_words
 from trainfit.step.strategy import Strategy
 from trainfit.step.strategy_text import describe_strategy
@@ -48,7 +48,7 @@ def plan_page(plan: Plan, policies: Sequence[PolicyResult] = ()) -> Markup:
         *_speed(plan.predicted),
         *_memory_section(plan.predicted, plan.strategy, allowed_bytes=plan.allowed_bytes),
         *_binding_section(plan),
-        *_tier_section(plan.strategy.tiers),
+        *(_bucket_section(plan) if plan.buckets else _tier_section(plan.strategy.tiers)),
         *alternatives_section(plan),
         *policies_section(plan, policies),
         element("h2", "Beside plain training"),
@@ -205,6 +205,12 @@ def _binding_section(plan: Plan) -> list[Markup]:
         rows.append(("with more memory", with_more, seconds_cell(more.step_seconds), more.how))
     head = ("", "budget", "step", "strategy")
     return [element("h2", "What binds"), *words, table(head, rows, caption="What more memory would buy, estimated")]
+
+
+def _bucket_section(plan: Plan) -> list[Markup]:
+    """In the place of the tiers of a plan that has one for each block."""
+    rows = table(BUCKET_HEADS, list(bucket_rows(plan)), caption=BUCKET_CAPTION)
+    return [element("h2", "Activation tiers by the tokens of a micro batch"), rows]
 
 
 def _tier_section(tiers: Sequence[Tier]) -> list[Markup]:
