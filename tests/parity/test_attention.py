@@ -17,7 +17,7 @@ from trainfit.errors import RecipeError
 from trainfit.hardware import this_machine
 from trainfit.plan import Target, choose
 from trainfit.plan.questions import LEANEST, Setting, longest_sequence
-from trainfit.profile import Compile, Layout
+from trainfit.profile import Compile, Layout, TokenBucket
 from trainfit.rehearsal import measure, rehearse
 from trainfit.rehearsal.attention_scores import attention_holds_scores
 from trainfit.step import Strategy, build_step, parse_tiers
@@ -237,6 +237,9 @@ def test_attention_that_is_the_blocks_own_is_refused():
         step([random_batch(workload, rows=1)])
     with pytest.raises(RecipeError, match="recompute_core recomputes attention's scores"):
         Strategy(1, tiers=("recompute_core",), attention="blockwise")
+    table = (TokenBucket(8, ("recompute_core",)), TokenBucket(16, ("full",)))
+    with pytest.raises(RecipeError, match="recompute_core recomputes attention's scores"):
+        Strategy(1, tiers=("full",), tier_table=table, attention="blockwise")
     with pytest.raises(RecipeError, match="set attention: model, or leave compile out"):
         Strategy(1, compile=Compile(1), attention="blockwise")
     with pytest.raises(RecipeError, match="unknown attention 'flash'"):

@@ -201,7 +201,8 @@ def check_pipeline(pipeline: Pipeline, mesh: Mesh, accumulation_steps: int) -> N
 def check_attention(strategy: Strategy) -> None:
     if strategy.attention not in ATTENTIONS:
         raise RecipeError(f"unknown attention {strategy.attention!r}; one of {', '.join(ATTENTIONS)}")
-    if strategy.attention == "blockwise" and "recompute_core" in strategy.tiers:
+    rows = [strategy.tiers, *(row.tiers for row in strategy.tier_table)]
+    if strategy.attention == "blockwise" and any("recompute_core" in row for row in rows):
         raise RecipeError(
             "activation recompute_core recomputes attention's scores, which attention blockwise never holds; use keep "
             "or attention, or attention: model"
