@@ -20,6 +20,7 @@ from plain import (
     CPU,
     assert_equal_to_the_bit,
     build,
+    gradients,
     make_model,
     plain_gradients,
     planned_gradients,
@@ -28,6 +29,7 @@ from plain import (
     tiny_workload,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainfit.errors import OffloadError, RecipeError
 from trainfit.hardware import this_machine
@@ -36,7 +38,7 @@ from trainfit.rehearsal import measure, rehearse
 from trainfit.rehearsal.recording import allocations
 from trainfit.step import Strategy, TrainStep, parse_tiers
 from trainfit.techniques import offload
-from trainfit.techniques.activation import offload_block
+from trainfit.techniques.activation import offload_block, recompute_block
 from trainfit.techniques.offload_pool import Disk, DiskPlace, Pool, Slot, StagedDisk
 
 DISK = Offload("disk")
@@ -319,6 +321,31 @@ def test_a_tensor_that_is_changed_after_it_was_saved_is_refused():
     tensor.add_(1)
     with pytest.raises(OffloadError, match="changed in place"):
         parcel.leave()
+
+
+class Tanh(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize("activation", list(offload.OFFLOADED))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_that_a_model_recomputes_itself_stays_right(activation: Any, reentrant: bool):
+    block, x = Tanh(), torch.randn(16, 32, requires_grad=True)
+    block(x).sum().backward()
+    expected = gradients(block)
+    stash = offload.Stash(DiskPlace(DISK), CPU.device)
+    recompute_block(block, activation, CPU, stash=stash)
+    offload_block(block, activation, stash, is_last=True)
+    block.zero_grad()
+    output = checkpoint(block, x, use_reentrant=reentrant)
+    assert isinstance(output, Tensor)
+    output.sum().backward()
+    assert_equal_to_the_bit(gradients(block), expected)
 
 
 class Seen(nn.Module):

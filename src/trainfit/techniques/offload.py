@@ -259,10 +259,11 @@ class Shipment:
 
 
 class Stash:
-    """Everything of one step that is elsewhere."""
+    """Everything of one step that is elsewhere. current: of the block whose forward runs; None in backward."""
 
     def __init__(self, place: Place, device: torch.device) -> None:
         self.place, self.device = place, device
+        self.current: Shipment | None = None
         self._latest: weakref.ref[Shipment] | None = None
         self._leaving: list[weakref.ref[Parcel]] = []
         self._by_storage: dict[int, weakref.ref[Parcel]] = {}
@@ -280,15 +281,16 @@ class Stash:
 
     def begins(self, number: int, block: nn.Module, inputs: Any) -> Shipment:
         latest = self._latest and self._latest()
-        self.current = Shipment(
+        shipment = Shipment(
             self, number, latest if latest and latest.number < number else None, _that_stay(block, inputs)
         )
-        return self.current
+        self.current = shipment
+        return shipment
 
     def ends(self, shipment: Shipment, *, is_last: bool) -> None:
         self.leave()
         self._leaving, self._latest = shipment.parcels, weakref.ref(shipment)
-        del self.current
+        self.current = None
         if is_last:
             self.leave()
 

@@ -44,7 +44,7 @@ from trainfit.techniques.kept_outputs import (
     ReplayMode,
     versions_of,
 )
-from trainfit.techniques.offload import Stash, unpack_all
+from trainfit.techniques.offload import Shipment, Stash, unpack_all
 from trainfit.techniques.surroundings import (
     Autocast,
     BufferWatch,
@@ -176,17 +176,17 @@ class Region:
             self.random_state = None  # nothing random ran: recompute need not touch the generators
         while self.kept and self.kept[-1].slots_before == len(self.slots):
             self.kept.pop()  # recompute stops before these would be asked for
-        if plan.stash is not None:
-            self._send_away(plan.stash)
+        if plan.stash is not None and plan.stash.current is not None:  # else a backward, which wants it at once
+            self._send_away(plan.stash.current)
         return output
 
-    def _send_away(self, stash: Stash) -> None:
+    def _send_away(self, shipment: Shipment) -> None:
         if versions_of(self.inputs) == self.input_versions:  # else recompute will say so
-            self.inputs = stash.current.pack_all(self.inputs)
+            self.inputs = shipment.pack_all(self.inputs)
             self.input_versions = versions_of(self.inputs)
         for kept in self.kept:
             if kept.tensors is not None and versions_of(kept.tensors) == kept.versions:
-                kept.tensors, kept.is_away = stash.current.pack_all(kept.tensors), True
+                kept.tensors, kept.is_away = shipment.pack_all(kept.tensors), True
 
     def _pack(self, tensor: Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
