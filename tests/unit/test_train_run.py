@@ -247,7 +247,10 @@ def test_run_folder_has_what_it_promises():
     assert json.loads(Path("run/summary.json").read_text())["held_out_loss"] == report.held_out_loss
     assert read_state(report.checkpoint).plan_hash == "abc"
     updates = [line for line in read_metrics(Path("run")) if "loss" in line]
-    keys = "step loss learning_rate gradient_norm tokens tokens_per_second step_seconds memory_bytes loss_scale skipped"
+    keys = (
+        "step loss learning_rate gradient_norm tokens tokens_per_second step_seconds memory_bytes loss_scale skipped "
+        "micro_batches used_bytes tier_level"
+    )
     assert [set(line) for line in updates] == [set(keys.split())] * 6
     assert [line["step"] for line in updates] == [1, 2, 3, 4, 5, 6]
     assert [line["tokens"] for line in updates] == [64 * n for n in range(1, 7)]
