@@ -229,7 +229,7 @@ def test_few_tiles_stand_for_all_in_a_rehearsal(shape: tuple[int, ...], scores: 
             with tracker:
                 run(inputs, (gradient, *inputs, output, logsum))
         works = [entry for entry in tracker.log if isinstance(entry, Work)]
-        return tracker.peak_bytes(), tracker.seconds, sum(work.flops for work in works)
+        return tracker.peak_bytes(), tracker.seconds_of(), sum(work.flops for work in works)
 
     def operators(inputs: Any, for_backward: Any) -> None:
         FORWARD(*inputs, *settings)

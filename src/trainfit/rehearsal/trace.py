@@ -44,7 +44,7 @@ from trainfit.rehearsal.model_trace import ModelFacts, ModelTrace
 from trainfit.rehearsal.op_graph import listen
 from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors, model_errors, new_tracker, operator_cost
 from trainfit.rehearsal.shorten import shortened
-from trainfit.rehearsal.timeline import TRANSFERS, StepClock
+from trainfit.rehearsal.timeline import TRANSFERS
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques.activation import forget_recompute, offload_block, recompute_block
@@ -317,7 +317,7 @@ class Tracer:
         del gradients
         for parameter in trained:
             parameter.grad = None
-        return num_bytes, max(0, tracker.peak_bytes() - start), tracker.seconds["optimizer"]
+        return num_bytes, max(0, tracker.peak_bytes() - start), tracker.seconds_of()["optimizer"]
 
     @contextmanager
     def _earlier_gradients(self, accumulates: bool) -> Iterator[None]:
@@ -443,9 +443,7 @@ class Tracer:
                 end.backward()
             backward_peak = tracker.peak_bytes(since=middle)
         gradients = self._left_by(self._build.model.parameters())
-        clock = StepClock(copies=False)
-        clock.plays(tracker.log)
-        seconds = clock.total().seconds
+        seconds = tracker.seconds_of(copies=False)
         sent = _sent(tracker.log, {tracker.number_of(tensor) for tensor in inputs})
         return BlockTrace(
             saved_bytes=after_forward - start - sent.inputs,
@@ -484,7 +482,7 @@ class Tracer:
         gradients = self._left_by(p for p in build.model.parameters() if id(p) not in inside)
         self._reset_gradients()
         before = before or tracker.peak_bytes()
-        return ShellTrace(before - start, gradients, max(0, after - start), sum(tracker.seconds.values()))
+        return ShellTrace(before - start, gradients, max(0, after - start), sum(tracker.seconds_of().values()))
 
     @contextmanager
     def _empty_blocks(self, gradient_enters_blocks: Callable[[Tensor], None]) -> Iterator[None]:

@@ -64,7 +64,7 @@ class StorageTracker(TorchDispatchMode):
 
     rounding: bytes to which the device's allocator rounds (1 on a CPU).
     cost: seconds that an operator should take, or None to count none.
-    links: what collectives go over, for `seconds`; None where they take no time.
+    links: what collectives go over, for `seconds_of`; None where they take no time.
     kind: whose kernels run, see workspaces.py.
     whereabouts: what knows the block that runs.
     times: by block, of how many alike it is the only one that runs; see NOTE [ Splicing ] in splice.py.
@@ -140,10 +140,9 @@ class StorageTracker(TorchDispatchMode):
     def log(self) -> list[Entry]:
         return self.record.log
 
-    @property
-    def seconds(self) -> dict[Phase, float]:
-        """By phase, of all that has run."""
-        clock = StepClock(links=self.links, overlaps=self.kind != "cpu")
+    def seconds_of(self, *, copies: bool = True) -> dict[Phase, float]:
+        """By phase, of all that has run, collectives included. copies: see StepClock."""
+        clock = StepClock(links=self.links, overlaps=self.kind != "cpu", copies=copies)
         clock.plays(self.log)
         return clock.total().seconds
 

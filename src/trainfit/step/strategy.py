@@ -178,8 +178,8 @@ class Strategy:
             )
         except (TypeError, KeyError) as error:
             raise RecipeError(
-                f"the strategy's {', '.join((*_PARTS, 'tier_table', 'kept_operators'))} lack a key or have an unknown "
-                f"one: {error}"
+                f"the strategy's {', '.join((*_PARTS, 'tier_table', 'kept_operators'))} have an unknown key or "
+                f"lack one: {error}"
             ) from None
         return cls(**{**data, "tiers": tuple(data.get("tiers", ())), **parts})
 
