@@ -123,7 +123,8 @@ def _goes_on(launch: Launch, folder: Path) -> bool:
 
 
 def _plan(recipe: Recipe, workload: Workload, hardware: Hardware, path: Path | None, resume: bool, say: Say) -> Plan:
-    from trainfit.cli.setup import plan_recipe, read_plan, refuse_other_plan
+    from trainfit.cli.plan_check import refuse_other_plan
+    from trainfit.cli.setup import plan_recipe, read_plan
 
     if path is not None:
         made = read_plan(path)
