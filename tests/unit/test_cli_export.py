@@ -34,21 +34,21 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> tuple:
-    """What one real plan's _choose gave, for all tests, since each takes a second."""
+    """What one real plan's choose_plan gave, for all tests, since each takes a second."""
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.mktemp("plan")
         patch.chdir(path)
         (path / "config.json").write_text(json.dumps(LLAMA))
         kept: list[tuple] = []
-        choose = plan_verb._choose
-        patch.setattr(plan_verb, "_choose", lambda *args: kept.append(choose(*args)) or kept[0])
+        choose = plan_verb.choose_plan
+        patch.setattr(plan_verb, "choose_plan", lambda *a, **b: kept.append(choose(*a, **b)) or kept[0])
         assert main(PLAN) == 0
     return kept[0]
 
 
 @pytest.fixture
 def ready(planned, monkeypatch) -> Plan:
-    monkeypatch.setattr(plan_verb, "_choose", lambda *args: planned)
+    monkeypatch.setattr(plan_verb, "choose_plan", lambda *args, **options: planned)
     return next(each for each in planned if isinstance(each, Plan))
 
 
@@ -106,7 +106,7 @@ def test_json_has_exports_and_is_still_a_plan(ready, capsys):
     ],
 )
 def test_what_is_refused_before_anything_is_planned(words, message, capsys, monkeypatch, folder):
-    monkeypatch.setattr(plan_verb, "_choose", lambda *args: pytest.fail("planned first"))
+    monkeypatch.setattr(plan_verb, "choose_plan", lambda *args, **options: pytest.fail("planned first"))
     assert main([*PLAN, *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
