@@ -15,7 +15,7 @@ ROOT = Path(trainfit.__file__).parent
 # A room imports from rooms on earlier lines only; rooms on one line do not import each other.
 ORDER = (
     ("errors",),
-    ("units", "profile"),
+    ("units", "profile", "second_process"),
     ("operators",),
     ("hardware",),
     ("workload",),

@@ -15,6 +15,7 @@ import typer
 
 from trainfit import __version__
 from trainfit.cli.ask import ask
+from trainfit.cli.beside import runs_as_command
 from trainfit.cli.console import debugging, print_error
 from trainfit.cli.devices import devices
 from trainfit.cli.explain import explain as explain_blocks
@@ -67,6 +68,7 @@ def run() -> None:
     """Entry of the trainfit command."""
     if "OMP_WAIT_POLICY" not in os.environ:
         _set_unset(_PATIENT_THREADS)
+    runs_as_command()
     sys.exit(main(sys.argv[1:]))
 
 

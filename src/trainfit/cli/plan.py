@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainfit.cli.beside import second_process
 from trainfit.cli.console import notes, output, print_json, status
 from trainfit.cli.options import (
     MAX_DEVICES,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from trainfit.plan import Plan
     from trainfit.plan.compare import PolicyResult
     from trainfit.plan.policies import Policy
+    from trainfit.second_process import SecondProcess
     from trainfit.train import Recipe
     from trainfit.workload import Workload
 
@@ -112,7 +114,7 @@ def plan(
     exports = Exports(tuple(dict.fromkeys(export or ())), export_to)
     if not json:
         exports.check_stdout()
-    with status(notes(), "Importing torch") as say:
+    with second_process(devices) as beside, status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
         from trainfit.plan.compare import compare_policies
         from trainfit.report import plan_page
@@ -124,7 +126,9 @@ def plan(
         hardware = find_hardware(device, recipe, devices)
         changes = tuple(may_change or ())
         options = (tokens_per_step, memory, precision, changes, optimizer, cast, compile, offload, attention, norm)
-        workload, made = choose_plan(model, recipe, seq_len, *options, hardware, say, operators=operators)
+        workload, made = choose_plan(
+            model, recipe, seq_len, *options, hardware, say, operators=operators, beside=beside
+        )
         rows: tuple[PolicyResult, ...] = ()
         if policies:
             rows = compare_policies(workload, hardware, made, policies, max_grad_norm=norm, on_progress=say)
@@ -173,6 +177,7 @@ def choose_plan(
     say: Say,
     *,
     operators: bool | None = None,
+    beside: SecondProcess | None = None,
 ) -> tuple[Workload, Plan]:
     """The plan, and the workload that it is for."""
     from trainfit.cli.setup import (
@@ -207,7 +212,7 @@ def choose_plan(
     said |= {} if attention is None else {"attention": attention}
     said |= {} if operators is None else {"operators": operators}
     target = replace(target, **said)
-    made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=max_grad_norm)
+    made = choose_for(recipe, workload, hardware, target, say, max_grad_norm=max_grad_norm, beside=beside)
     return workload, replace(made, notes=(*budget_notes, *precision_notes, *time_notes(hardware), *made.notes))
 
 

@@ -25,6 +25,7 @@ from trainfit.profile import (
     Precision,
     Tier,
 )
+from trainfit.second_process import SecondProcess
 from trainfit.step import Strategy
 from trainfit.step.build import prepare as prepare_build
 from trainfit.step.strategy_text import (
@@ -234,6 +235,7 @@ def choose_for(
     say: Say,
     *,
     max_grad_norm: float | None,
+    beside: SecondProcess | None = None,
 ) -> Plan:
     """The best plan for a target, with the tiers of the recipe's policy where it names one."""
     if recipe is not None and recipe.per_batch is not None:
@@ -246,7 +248,7 @@ def choose_for(
             on_progress=say,
         )
     if recipe is None or recipe.activation is None:
-        return choose(workload, hardware, target, max_grad_norm=max_grad_norm, on_progress=say)
+        return choose(workload, hardware, target, max_grad_norm=max_grad_norm, on_progress=say, beside=beside)
     policy = parse_policy(recipe.activation)
     return choose_held(workload, hardware, target, policy, max_grad_norm=max_grad_norm, on_progress=say)
 

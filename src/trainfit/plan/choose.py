@@ -29,6 +29,7 @@ from trainfit.plan.space import Point, layout_of, micro_batch_sizes, refusal_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
 from trainfit.profile import OptimizerVariant, Profile
+from trainfit.second_process import SecondProcess
 from trainfit.step.strategy import Strategy
 from trainfit.step.strategy_text import describe_strategy, parse_tiers
 from trainfit.techniques.optimizer import skipping
@@ -46,17 +47,20 @@ def choose(
     *,
     max_grad_norm: float | None = 1.0,
     on_progress: Progress = lambda message: None,
+    beside: SecondProcess | None = None,
 ) -> Plan:
     """The fastest strategy whose rehearsal stays within the budget less its margin.
 
     Plan.fits is False when there is none; the plan then holds the smallest one. Raises DeviceError for a precision that
-    the device lacks and RecipeError for a target of another sequence length than the workload's.
+    the device lacks and RecipeError for a target of another sequence length than the workload's. beside: a process that
+    does some of the work; the plan is the same.
     """
     _check(workload, hardware, target)
     allowed = target.allowed_bytes(hardware.spec.kind)
     on_progress("tracing one block")
     tracers = Tracers(workload, hardware, target)
-    search = Search(tracers, hardware, target, allowed, clips=max_grad_norm is not None, on_progress=on_progress)
+    clips = max_grad_norm is not None
+    search = Search(tracers, hardware, target, allowed, clips=clips, on_progress=on_progress, beside=beside)
     if not search.points:
         raise _no_strategy(search)
 
@@ -64,7 +68,13 @@ def choose(
         on_progress(f"rehearsing {describe_strategy(strategy)}")
         sequences = target.sequences_per_rank(layout_of(strategy))
         return judged(
-            workload, strategy, hardware, sequences=sequences, max_grad_norm=max_grad_norm, allowed_bytes=allowed
+            workload,
+            strategy,
+            hardware,
+            sequences=sequences,
+            max_grad_norm=max_grad_norm,
+            allowed_bytes=allowed,
+            beside=beside,
         )
 
     rehearsals = Rehearsals(search, exact, allowed)

@@ -14,8 +14,9 @@ Rotary tables and masks, which all blocks share, are in R, and so are buffers of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -93,21 +94,24 @@ class BlockTable:
     ) -> BlockTable:
         """gradients: what those that stay take, over what was traced. A tier without a trace is not offered."""
         shares = shares or Shares()
-        rows = [[traces.get((structure, tier), _NOTHING) for structure in structures] for tier in ALL_TIERS]
+        kinds = sorted(set(structures))
+        place = np.array([kinds.index(structure) for structure in structures], dtype=np.int64)
+        rows = [[traces.get((kind, tier), _NOTHING) for kind in kinds] for tier in ALL_TIERS]
 
-        def integers(name: str) -> Integers:
-            values = [[getattr(trace, name) for trace in row] for row in rows]
-            return np.array(values, dtype=np.int64).reshape(len(ALL_TIERS), len(structures))
+        def numbers(of: Callable[[BlockTrace], float], dtype: type) -> Any:
+            """A figure of each tier and block, from that of its structure: deep models have few."""
+            values: Any = np.array([[of(trace) for trace in row] for row in rows], dtype=dtype)
+            return values.reshape(len(ALL_TIERS), len(kinds))[:, place]
 
-        seconds = [[trace.forward_seconds + trace.backward_seconds for trace in row] for row in rows]
-        offered = [[(structure, tier) in traces for structure in structures] for tier in ALL_TIERS]
+        offered = np.array([[(kind, tier) in traces for kind in kinds] for tier in ALL_TIERS], dtype=np.bool_)
+        gradient = numbers(lambda trace: trace.gradient_bytes, np.int64) * gradients
         return cls(
-            integers("saved_bytes") // shares.activations,
-            integers("forward_peak_bytes") // shares.activations,
-            integers("backward_peak_bytes") // shares.activations,
-            (integers("gradient_bytes") * gradients).astype(np.int64) // shares.gradients,
-            np.array(seconds, dtype=np.float64).reshape(len(ALL_TIERS), len(structures)) / shares.compute,
-            np.array(offered, dtype=np.bool_).reshape(len(ALL_TIERS), len(structures)),
+            numbers(lambda trace: trace.saved_bytes, np.int64) // shares.activations,
+            numbers(lambda trace: trace.forward_peak_bytes, np.int64) // shares.activations,
+            numbers(lambda trace: trace.backward_peak_bytes, np.int64) // shares.activations,
+            gradient.astype(np.int64) // shares.gradients,
+            numbers(lambda trace: trace.forward_seconds + trace.backward_seconds, np.float64) / shares.compute,
+            offered.reshape(len(ALL_TIERS), len(kinds))[:, place],
             np.array(structures, dtype=np.int64),
         )
 

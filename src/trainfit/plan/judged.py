@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from trainfit.hardware import Hardware
 from trainfit.profile import Profile
 from trainfit.rehearsal.rehearse import rehearse
+from trainfit.second_process import SecondProcess, submit
 from trainfit.step.strategy import Strategy
 from trainfit.workload import Workload
 
@@ -19,17 +21,17 @@ def judged(
     sequences: int | None = None,
     max_grad_norm: float | None = 1.0,
     allowed_bytes: int | None = None,
+    beside: SecondProcess | None = None,
 ) -> Profile:
     """The profile of the rank that needs the most, with the time of the slowest.
 
     sequences: of a window on one data-parallel rank; None where all its micro batches are full. allowed_bytes: see
-    rehearse().
+    rehearse(). beside: where all ranks but the first are rehearsed.
     """
-    ranks = judged_ranks(strategy)
-    profiles = [
-        rehearse(workload, strategy, hardware, rank=rank, max_grad_norm=max_grad_norm, allowed_bytes=allowed_bytes)
-        for rank in ranks
-    ]
+    settings: dict[str, Any] = {"max_grad_norm": max_grad_norm, "allowed_bytes": allowed_bytes}
+    first, *others = judged_ranks(strategy)
+    asked = [submit(beside, rehearse, workload, strategy, hardware, rank=rank, **settings) for rank in others]
+    profiles = [rehearse(workload, strategy, hardware, rank=first, **settings), *(answer() for answer in asked)]
     worst = _worst(profiles)
     return worst if sequences is None else _of_window(worst, strategy, sequences)
 

@@ -27,6 +27,7 @@ from trainfit.plan.variants import Tracers, facts_of, gradient_share, weight_of
 from trainfit.profile import TIERS, BlockTrace, Layout, Phase, Tier
 from trainfit.rehearsal.model_trace import ModelTrace
 from trainfit.rehearsal.trace import Tracer
+from trainfit.second_process import SecondProcess
 from trainfit.step.strategy import Strategy
 
 _SMALLEST_TRIED = 12  # points, when none fits
@@ -101,8 +102,13 @@ class Search:
         *,
         clips: bool = True,
         on_progress: Callable[[str], None] = lambda message: None,
+        beside: SecondProcess | None = None,
     ) -> None:
-        """clips: whether gradients are clipped by their norm, which an update in backward cannot know."""
+        """clips: whether gradients are clipped by their norm, which an update in backward cannot know.
+
+        beside: a process that traces some of what the search needs.
+        """
+        self._beside = beside
         self.tracers, self.hardware, self.target, self.allowed_bytes = tracers, hardware, target, allowed_bytes
         self.on_progress = on_progress
         facts = tracers.of(target.optimizer).facts
@@ -150,7 +156,10 @@ class Search:
         tracer = self.tracers.of(strategy.optimizer, strategy.compile, strategy.attention)
         key = tracer.variant, strategy.precision, strategy.compile, strategy.attention
         if key not in self._sketches:
-            self._sketches[key] = Sketch(tracer, strategy.precision, self._largest, self.target.seq_len)
+            splits = {(self._most_ranks, layout.tensor) for layout in self.layouts if layout.mesh.tensor > 1}
+            self._sketches[key] = Sketch(
+                tracer, strategy.precision, self._largest, self.target.seq_len, splits=splits, beside=self._beside
+            )
         sketch, size, ranks = self._sketches[key], strategy.micro_batch_size, strategy.mesh.tensor
         split = None
         if ranks > 1:

@@ -11,29 +11,56 @@ chosen is traced at its own size before it is solved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import astuple
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from trainfit.profile import BlockTrace, Precision, ShellTrace, TensorParallel, Tier
+from trainfit.hardware import Hardware
+from trainfit.profile import BlockTrace, OptimizerVariant, Precision, ShellTrace, TensorParallel, Tier
 from trainfit.rehearsal.model_trace import ModelTrace
 from trainfit.rehearsal.trace import Tracer
+from trainfit.second_process import SecondProcess
+from trainfit.workload import Workload
 
 T = TypeVar("T", BlockTrace, ShellTrace)
+_Split = tuple[int, TensorParallel]  # how many tensor ranks, and how they work together
 _FEW, _MORE = 2, 4  # chunks of the loss
 
 
 class Sketch:
     """Of one tracer and precision, with gradients of earlier micro batches in place."""
 
-    def __init__(self, tracer: Tracer, precision: Precision, max_size: int, tokens: int) -> None:
-        """max_size: of a micro batch. tokens: of a sequence."""
+    def __init__(
+        self,
+        tracer: Tracer,
+        precision: Precision,
+        max_size: int,
+        tokens: int,
+        *,
+        splits: Iterable[_Split] = (),
+        beside: SecondProcess | None = None,
+    ) -> None:
+        """max_size: of a micro batch. tokens: of a sequence. splits: what split_blocks() will be asked for.
+
+        beside: a process that traces some of it.
+        """
         chunks = (1, _FEW, _MORE) if tracer.facts.can_chunk and tokens >= _MORE else (1,)
         self._tracer, self._precision = tracer, precision
         self._wholes: dict[object, Mapping[tuple[int, Tier], list[float]]] = {}
+        setting = tracer.workload, tracer.hardware, tracer.variant, tracer.settings
+        self._begun: dict[_Split | None, Callable[[], ModelTrace | None]] = {}
+        if beside is not None and not tracer.compiled.blocks:
+            if max_size > 1:
+                self._begun[None] = beside.submit(_trace, *setting, None, 2, precision, (1, *chunks[2:]))
+            for split in splits:
+                self._begun[split] = beside.submit(_trace, *setting, split, 1, precision, (1,))
         self._one = tracer.trace(1, precision, chunks, accumulates=True)
-        self._two = tracer.trace(2, precision, (1, *chunks[2:]), accumulates=True) if max_size > 1 else self._one
+        if None in self._begun:
+            two = self._begun[None]()
+            assert two is not None
+        else:
+            two = tracer.trace(2, precision, (1, *chunks[2:]), accumulates=True) if max_size > 1 else self._one
+        self._two = two
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -47,9 +74,12 @@ class Sketch:
         self, size: int, ranks: int, setting: TensorParallel, most_ranks: int
     ) -> Mapping[tuple[int, Tier], BlockTrace] | None:
         """blocks() of one of several tensor ranks, most_ranks at most; None where that cannot be traced."""
-        key = setting, most_ranks
+        key = most_ranks, setting
         if key not in self._wholes:
-            split = self._tracer.split_trace(most_ranks, setting, 1, self._precision, (1,), accumulates=True)
+            if key in self._begun:
+                split = self._begun[key]()
+            else:
+                split = self._tracer.split_trace(*key, 1, self._precision, (1,), accumulates=True)
             if split is None:
                 return None
             self._wholes[key] = {
@@ -58,7 +88,7 @@ class Sketch:
         found = {}
         for each, block in self.blocks(size).items():
             constant = self._wholes[key][each]
-            values = [type(value)(value * (part + (1 - part) / ranks)) for value, part in zip(astuple(block), constant)]
+            values = [type(value)(value * (part + (1 - part) / ranks)) for value, part in zip(_fields(block), constant)]
             found[each] = BlockTrace(*values)
         return found
 
@@ -85,12 +115,35 @@ class Sketch:
         return ModelTrace(blocks or self.blocks(size), {chunks: self.shell(size, chunks)}, self.shared_bytes)
 
 
+def _trace(
+    workload: Workload,
+    hardware: Hardware,
+    variant: OptimizerVariant,
+    settings: Mapping[str, Any],
+    split: _Split | None,
+    *args: Any,
+) -> ModelTrace | None:
+    """In another process: what a tracer like that gives there, which is made once."""
+    made = workload.memo.setdefault("tracers", {})
+    key = repr((variant, settings))
+    if key not in made:
+        made[key] = Tracer(workload, hardware, variant, **settings)
+    if split is None:
+        return made[key].trace(*args, accumulates=True)  # type: ignore[no-any-return]
+    return made[key].split_trace(*split, *args, accumulates=True)  # type: ignore[no-any-return]
+
+
 def _constant_parts(whole: BlockTrace, split: BlockTrace, ranks: int) -> list[float]:
     """Of each field what every tensor rank has, over the whole; the rest is shared by them."""
-    pairs = zip(astuple(whole), astuple(split))
+    pairs = zip(_fields(whole), _fields(split))
     return [(part / value - 1 / ranks) / (1 - 1 / ranks) if value else 0.0 for value, part in pairs]
+
+
+def _fields(trace: BlockTrace | ShellTrace) -> tuple[Any, ...]:
+    """As dataclasses.astuple, which copies each number."""
+    return tuple(getattr(trace, name) for name in trace.__dataclass_fields__)
 
 
 def _line(one: T, two: T, size: int) -> T:
     """Each field at another size; whole numbers stay whole."""
-    return type(one)(*(max(0, a + (b - a) * (size - 1)) for a, b in zip(astuple(one), astuple(two))))
+    return type(one)(*(max(0, a + (b - a) * (size - 1)) for a, b in zip(_fields(one), _fields(two))))

@@ -109,8 +109,8 @@ class Tracer:
         tiers: those that are traced. compiled: how blocks are. offload: where some of the tiers send what they save.
         split: over which tensor ranks, and how; see split_trace().
         """
-        self._compiled, self._offload = compiled, offload or Offload()
-        self._settings: dict[str, Any] = {
+        self.compiled, self._offload = compiled, offload or Offload()
+        self.settings: dict[str, Any] = {
             "frozen_weights": frozen_weights,
             "precision": precision,
             "cast": cast,
@@ -139,6 +139,7 @@ class Tracer:
             AttentionKind().apply(self._build, attention)
             BlockCasts().apply(self._build, cast)
             OptimizerStates().apply(self._build, self.variant)
+            self._parameters = list(self._build.model.parameters())  # a deep model takes long to walk
             self.facts = self._facts()
 
     def trace(
@@ -248,7 +249,7 @@ class Tracer:
                 return None
             short = shortened(self.workload, [0, *sorted(inner.values()), len(structures) - 1]) or self.workload
             with fake_ranks(Mesh(tensor=size), 0, self.hardware) as ranks:
-                part = Tracer(short, self.hardware, self.variant, split=(ranks, setting), **self._settings)
+                part = Tracer(short, self.hardware, self.variant, split=(ranks, setting), **self.settings)
                 self._traces[key] = part.trace(micro_batch_size, precision, chunks, accumulates=accumulates)
         return self._traces[key]
 
@@ -321,9 +322,7 @@ class Tracer:
 
     @contextmanager
     def _earlier_gradients(self, accumulates: bool) -> Iterator[None]:
-        self._gradients = {
-            p: torch.empty_like(p, dtype=p.grad_dtype) for p in self._build.model.parameters() if p.requires_grad
-        }
+        self._gradients = {p: torch.empty_like(p, dtype=p.grad_dtype) for p in self._parameters if p.requires_grad}
         if not accumulates:
             self._gradients.clear()
         self._reset_gradients()
@@ -335,7 +334,7 @@ class Tracer:
 
     def _reset_gradients(self) -> None:
         """Gradients as they stand when the micro batch begins."""
-        for parameter in self._build.model.parameters():
+        for parameter in self._parameters:
             parameter.grad = self._gradients.get(parameter)
 
     def _left_by(self, parameters: Iterable[nn.Parameter]) -> int:
@@ -349,7 +348,7 @@ class Tracer:
 
     def _tracker(self) -> StorageTracker:
         tracker = new_tracker(self.hardware)
-        tracker.register([*self._build.model.parameters(), *self._build.model.buffers()], "parameters")
+        tracker.register([*self._parameters, *self._build.model.buffers()], "parameters")
         tracker.register(self._gradients.values(), "gradients")
         return tracker
 
@@ -400,10 +399,10 @@ class Tracer:
             recompute_block(block, tier, accelerator, stash=stash, chosen=chosen)
         if stash is not None:
             offload_block(block, tier, stash)
-        if self._compiled.blocks:
+        if self.compiled.blocks:
             key = micro_batch_size, precision
             if key not in self._graphs:
-                self._graphs[key] = Graphs(self._compiled, is_fake=True)
+                self._graphs[key] = Graphs(self.compiled, is_fake=True)
             compile_block(block, self._graphs[key])
         try:
             args, kwargs = leaves_of(inputs, carries=self._carries)
