@@ -48,6 +48,9 @@ _MAX_SAMPLES = 24
 _MAX_COPIES = 128
 _MAX_MATRICES = 32
 _LONG_SECONDS = 4e-3  # a kernel that takes so long is not timed on larger operands: they take in proportion
+# What takes longer is timed once, and a matmul that should take longer is taken in proportion: in bf16, for which many
+# CPUs have no instructions, one of 2^29 multiply-adds takes seconds.
+_LONGEST_SECONDS = 0.04
 
 Sizes = tuple[float, ...]
 Position = tuple[int, ...]
@@ -99,9 +102,15 @@ class Stopwatch:
         """
         num_kept = max(1, min(_MAX_COPIES, min(pool_bytes, POOL_BYTES) // max(1, num_bytes)))
         kept: deque[Any] = deque(maxlen=num_kept)
-        for call in calls[:2]:
-            kept.append(call())  # the first call of a shape may build its kernel
+        # The first call of a shape may build its kernel; of a long one that is little.
         once = self._sample(calls[0], 1, kept)
+        if once > _LONGEST_SECONDS:
+            return once
+        if once < _LONG_SECONDS:
+            kept.append(calls[1 % len(calls)]())
+        once = self._sample(calls[0], 1, kept)
+        if once > _LONG_SECONDS:
+            return once
         for at in range(min(num_kept if num_bytes else 0, int(_FILL_SECONDS / once))):
             kept.append(calls[at % len(calls)]())  # so that outputs lie where memory was touched before
         repeats = max(1, min(1000, int(_SAMPLE_SECONDS / once)))
@@ -240,11 +249,24 @@ def _matmuls(watch: Stopwatch, layout: str, precision: Precision, grids: Grids) 
         sets = [matrices(layout, m, n, k, dtype, device) for _ in range(copies)]
         return watch.seconds([partial(torch.mm, *each) for each in sets], m * n * dtype.itemsize)
 
-    return {
-        position: seconds(*sizes)
-        for position, sizes in _positions(grids.matmul)
-        if math.prod(sizes) <= grids.max_matmul
-    }
+    measured: dict[Position, float] = {}
+    for position, sizes in _positions(grids.matmul):
+        if (
+            math.prod(sizes) <= grids.max_matmul
+            and _in_proportion(position, grids.matmul, measured) <= _LONGEST_SECONDS
+        ):
+            measured[position] = seconds(*sizes)
+    return measured
+
+
+def _in_proportion(position: Position, axes: tuple[Sizes, ...], measured: Measured) -> float:
+    """Seconds by those of the sizes one step before, which is what Table.grown takes; infinite behind what has none."""
+    found = []
+    for axis, at in enumerate(position):
+        before = (*position[:axis], at - 1, *position[axis + 1 :])
+        if at:
+            found.append(measured.get(before, math.inf) * axes[axis][at] / axes[axis][at - 1])
+    return min(found, default=0.0)
 
 
 def _positions(axes: tuple[Sizes, ...]) -> Iterator[tuple[Position, tuple[int, ...]]]:
