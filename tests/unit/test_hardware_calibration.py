@@ -2,14 +2,17 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfit.errors import DeviceError
+from trainfit.hardware import accelerator, microbenchmarks
 from trainfit.hardware.calibration import Calibration, Table
 from trainfit.hardware.calibration_store import calibration_path, load_calibration, save_calibration
+from trainfit.hardware.microbenchmarks import Grids
 
 AXES = ((16.0, 256.0, 4096.0), (16.0, 64.0), (8.0, 32.0, 128.0))
 POSITIONS = [(i, j, k) for i in range(3) for j in range(2) for k in range(3)]
@@ -138,3 +141,20 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(DeviceError, match=r"cannot write .*set XDG_CACHE_HOME"):
         save_calibration(made())
+
+
+def test_matmuls_that_should_take_long_are_not_made(monkeypatch):
+    made: list[tuple[int, int, int]] = []
+
+    def matrices(layout: str, m: int, n: int, k: int, *rest: object) -> tuple[int, int, int]:
+        made.append((m, n, k))
+        return m, n, k
+
+    sizes = (1, 4, 16, 64)
+    watch = SimpleNamespace(device=accelerator("cpu"), seconds=lambda calls, *rest: 1e-3 * math.prod(calls[0].args))
+    monkeypatch.setattr(microbenchmarks, "matrices", matrices)
+    measured = microbenchmarks._matmuls(watch, "nn", "bf16", Grids(matmul=(sizes,) * 3))
+    assert {math.prod(each) for each in made} == {1, 4, 16}  # 64 should take 0.064 s
+    table = Table.grown((sizes,) * 3, measured)
+    assert table.at(64, 64, 64) == pytest.approx(1e-3 * 64**3)
+    assert table.at(1, 1, 64) == pytest.approx(0.064)
