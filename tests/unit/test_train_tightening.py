@@ -42,11 +42,14 @@ def test_a_row_that_was_too_much_takes_twice_the_calm_to_come_back():
 
 
 class FakeMemory:
-    def __init__(self, now: int = 0) -> None:
-        self.now = self.peak = now
+    """of_allocator: holds on to what was freed, until its cache is released."""
+
+    def __init__(self, now: int = 0, *, of_allocator: bool = False) -> None:
+        self.now = self.peak = self.cached = self.peak_reserved = now
+        self.of_allocator = of_allocator
 
     def reset_peak(self) -> bool:
-        self.peak = self.now
+        self.peak, self.peak_reserved = self.now, self.reserved_bytes()
         return True
 
     def current_bytes(self) -> int:
@@ -55,23 +58,49 @@ class FakeMemory:
     def peak_bytes(self) -> int:
         return self.peak
 
-    def update(self, rise: int, stays: int = 0) -> None:
+    def reserved_bytes(self) -> int:
+        return self.cached if self.of_allocator else self.now
+
+    def peak_reserved_bytes(self) -> int:
+        return self.peak_reserved
+
+    def release_cache(self, threshold: float = 0.9) -> bool:
+        self.cached = self.now
+        return self.of_allocator
+
+    def update(self, rise: int, stays: int = 0, *, split: int = 0) -> None:
+        """split: what fragmentation adds."""
         self.peak, self.now = self.now + rise, self.now + stays
+        self.cached = max(self.cached, self.peak + split)
+        self.peak_reserved = max(self.peak_reserved, self.cached if self.of_allocator else self.peak)
 
 
 def meter_of(*, on_host: bool) -> tuple[UseMeter, FakeMemory]:
-    memory = FakeMemory(10**9)
+    memory = FakeMemory(10**9, of_allocator=not on_host)
     return UseMeter(SimpleNamespace(memory=memory, shares_host_memory=on_host)), memory
 
 
-def test_a_device_tells_each_updates_peak():
+def used_on_device(meter: UseMeter, memory: FakeMemory, rise: int, split: int = 0) -> int:
+    meter.begin()
+    memory.update(rise, split=split)
+    return meter.used_bytes() - 10**9
+
+
+def test_a_device_tells_what_its_allocator_holds_not_what_is_in_use():
     meter, memory = meter_of(on_host=False)
-    found = []
-    for rise in (70, 300, 20):
-        meter.begin()
-        memory.update(rise)
-        found.append(meter.used_bytes() - 10**9)
-    assert found == [70, 300, 20]
+    assert [used_on_device(meter, memory, *each) for each in ((70, 5), (300, 40), (20, 0))] == [75, 340, 340]
+    meter.begin()
+    memory.update(20)
+    assert meter.recorded(20) - 10**9 == 340, "the recorded update tells it too"
+
+
+def test_a_device_forgets_what_a_tightened_table_and_an_evaluation_leave_cached():
+    meter, memory = meter_of(on_host=False)
+    assert used_on_device(meter, memory, 300) == 300
+    meter.shrink()
+    assert used_on_device(meter, memory, 20) == 20
+    memory.update(500)  # an evaluation
+    assert used_on_device(meter, memory, 30) == 30
 
 
 @pytest.mark.parametrize(("grows", "counts"), [(HOST_NOISE, False), (HOST_NOISE + 1, True)])

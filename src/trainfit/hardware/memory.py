@@ -19,6 +19,12 @@ class MemoryMeter(Protocol):
     def peak_bytes(self) -> int:
         """Most that was allocated at once since reset_peak()."""
 
+    def reserved_bytes(self) -> int:
+        """Taken from the system now, what is only cached included."""
+
+    def peak_reserved_bytes(self) -> int:
+        """Most that was taken from the system at once since reset_peak(): what runs out."""
+
     def reset_peak(self) -> bool:
         """Starts the peak again from now; False where the system does not allow it."""
 
@@ -40,14 +46,20 @@ class HostMemory:
     """The host's meter: resident memory of this process, read from Linux's /proc.
 
     current_bytes is VmRSS and peak_bytes VmHWM: Python, torch and freed pages that malloc still holds included, so it
-    is not what tensors alone take. reset_peak writes 5 to /proc/self/clear_refs; where that is not allowed it returns
-    False and peak_bytes stays the peak since the process began.
+    is not what tensors alone take; what is reserved is the same. reset_peak writes 5 to /proc/self/clear_refs; where
+    that is not allowed it returns False and peak_bytes stays the peak since the process began.
     """
 
     def current_bytes(self) -> int:
         return host.resident_bytes()
 
     def peak_bytes(self) -> int:
+        return host.peak_resident_bytes()
+
+    def reserved_bytes(self) -> int:
+        return host.resident_bytes()
+
+    def peak_reserved_bytes(self) -> int:
         return host.peak_resident_bytes()
 
     def reset_peak(self) -> bool:
@@ -66,7 +78,8 @@ class HostMemory:
 class DeviceMemory:
     """The meter of a device with a caching allocator: torch.cuda's functions, which torch.npu has under the same names.
 
-    current_bytes and peak_bytes are allocated bytes, rounded as the allocator rounds; reserved_bytes is what it holds.
+    current_bytes and peak_bytes are allocated bytes, rounded as the allocator rounds; reserved_bytes is what it holds,
+    and peak_reserved_bytes the most that it held.
     """
 
     def __init__(self, device: torch.device, module: ModuleType) -> None:
@@ -81,6 +94,9 @@ class DeviceMemory:
 
     def reserved_bytes(self) -> int:
         return int(self._module.memory_reserved(self._device))
+
+    def peak_reserved_bytes(self) -> int:
+        return int(self._module.max_memory_reserved(self._device))
 
     def reset_peak(self) -> bool:
         self._module.reset_peak_memory_stats(self._device)

@@ -179,10 +179,12 @@ class Run:
 
     def _tighten_or_relax(self, done: StepDone) -> None:
         """See NOTE [ Measured use ] in tightening.py."""
-        tightening, switch = self._tightening, self.step.tier_switch
-        if tightening is None or switch is None or done.used_bytes is None:
+        tightening, switch, meter = self._tightening, self.step.tier_switch, self._meter
+        if tightening is None or switch is None or meter is None or done.used_bytes is None:
             return
         if (change := tightening.after(done.used_bytes)) is not None:
+            if change == "tightened":
+                meter.shrink()
             switch.level = tightening.level
             limit = tightening.limit_bytes
             self.on_event(TiersChanged(done.step, change, tightening.level, switch.max_level, done.used_bytes, limit))

@@ -2,12 +2,12 @@
 
 NOTE [ Measured use ]
 A table is planned to stay below a threshold of the budget (NOTE [ Room above the plan ] in plan/per_batch.py), so what
-is above it is something that the rehearsals did not know: a kernel's temporaries, or on a host what malloc cannot give
-back between micro batches of many sizes. What a device's allocator holds beside tensors is not seen. Each update's peak
-is measured. Above the threshold every micro batch is given the tiers of one row further down; after CALM updates in a
-row well below it, one row back. A row that was too much when it was given back costs twice the calm the next time, so a
-run does not swing. Ranks go by the highest use of all. Tiers give the same bits, so what is learnt does not depend on
-any of this, and a resumed run may begin at the planned table again.
+is above it is something that the rehearsals did not know: a kernel's temporaries, or what an allocator cannot give back
+between micro batches of many sizes. Each update's peak is measured. Above the threshold every micro batch is given the
+tiers of one row further down; after CALM updates in a row well below it, one row back. A row that was too much when it
+was given back costs twice the calm the next time, so a run does not swing. Ranks go by the highest use of all. Tiers
+give the same bits, so what is learnt does not depend on any of this, and a resumed run may begin at the planned table
+again.
 """
 
 from __future__ import annotations
@@ -58,13 +58,15 @@ class Tightening:
 
 
 class UseMeter:
-    """The peak of each update, in bytes. See NOTE [ What a host's process holds ].
+    """The peak of each update, in bytes. See NOTE [ What a process holds ].
 
-    NOTE [ What a host's process holds ]
-    A device's allocator counts tensors. A host tells only what the whole process holds, with Python, libraries and what
-    malloc keeps. So there the recorded update (measured.py) says what tensors need, and the next one what the process
-    holds then; from there on growth within updates counts, beyond HOST_NOISE, and what evaluating and saving leave
-    behind does not.
+    NOTE [ What a process holds ]
+    A budget is about what an allocator holds, not about the tensors in it: that is what runs out. A device's says so.
+    What it caches it holds on to, so the cache is given back where updates shall need less from now on (shrink), and
+    where evaluating or saving has left more than the update before did.
+    A host tells only what the whole process holds, with Python, libraries and what malloc keeps. So there the recorded
+    update (measured.py) says what tensors need, and the next one what the process holds then; from there on growth
+    within updates counts, beyond HOST_NOISE, and what evaluating and saving leave behind does not.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -72,27 +74,36 @@ class UseMeter:
         self.works = self._memory.reset_peak()
         self._recorded: int | None = None  # peak of the recorded update
         self._held: int | None = None  # by the process at the peak of the update after it
-        self._after: int | None = None  # by the process when the last update ended
+        self._after: int | None = None  # when the last update ended
 
     def begin(self) -> None:
         """An update begins."""
+        if self._after is not None:
+            grown = self._memory.reserved_bytes() - self._after
+            if not self._on_host and grown > 0:
+                self.shrink()
+            elif self._held is not None:
+                self._held += grown
         self._memory.reset_peak()
-        if self._on_host and self._held is not None and self._after is not None:
-            self._held += self._memory.current_bytes() - self._after
+
+    def shrink(self) -> None:
+        """Updates need less from now on: what is only cached is none of it."""
+        self._memory.release_cache(threshold=0.0)
 
     def recorded(self, peak_bytes: int) -> int:
-        """The update was recorded, and this was its peak."""
+        """The update was recorded, and this was the peak of its tensors. What it used."""
         self._recorded = peak_bytes
-        return peak_bytes
+        return peak_bytes if self._on_host else self.used_bytes()
 
     def used_bytes(self) -> int:
         """Peak since begin(); 0 where it is not known yet."""
-        peak = self._memory.peak_bytes()
+        peak = self._memory.peak_reserved_bytes()
         if not self._on_host:
+            self._after = self._memory.reserved_bytes()
             return peak
         if self._recorded is None:
             return 0
         self._held = peak if self._held is None else self._held
-        self._after = self._memory.current_bytes()
+        self._after = self._memory.reserved_bytes()
         growth = peak - self._held
         return self._recorded + (growth if growth > HOST_NOISE else 0)

@@ -31,6 +31,14 @@ def test_peak_sees_what_was_freed_and_reset_forgets_it(target: Accelerator):
     assert target.memory.peak_bytes() == pytest.approx(before, abs=slack)
 
 
+def test_what_is_reserved_is_no_less_than_what_was_in_use(npu: Accelerator):
+    npu.memory.reset_peak()
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8, device=npu.device)
+    del tensor
+    assert npu.memory.peak_reserved_bytes() >= npu.memory.peak_bytes() >= 64 * MIB
+    assert npu.memory.peak_reserved_bytes() >= npu.memory.reserved_bytes() >= npu.memory.current_bytes()
+
+
 def test_allocations_are_rounded_up_as_the_catalogue_says(npu: Accelerator):
     granularity = find_device(npu.name).spec.allocation_granularity
     before = npu.memory.current_bytes()
