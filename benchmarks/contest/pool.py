@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from select import select
@@ -18,6 +19,7 @@ from contest.variants import PLAIN, Variant
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 _RESERVE = 3 * 2**30  # bytes of this machine that are left to others
+_ROOM_SECONDS = 30.0  # what has just ended, or its own children, may still hold memory
 Row = dict[str, Any]
 Case = dict[str, str]
 
@@ -45,8 +47,9 @@ class Worker:
 
     def step(self) -> Row:
         assert self._process.stdin is not None
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended: its last words say why
+            self._process.stdin.write("step\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
@@ -110,31 +113,43 @@ class Contest:
         if plain is None:
             raise WorkerError(self.rows[PLAIN.name]["error"])
         while left and time.monotonic() < self.deadline:
-            alive = [(PLAIN, plain), *self._start_some(left, plain)]
-            self._rounds(alive)
-            for _, worker in alive[1:]:
+            if not (started := self._start_some(left, plain)):
+                continue  # nor do those that were tried any more
+            for _, worker in self._rounds([(PLAIN, plain), *started])[1:]:
                 worker.close()
         plain.close()
         return self.rows
 
     def _start_some(self, left: list[Variant], plain: Worker) -> list[tuple[Variant, Worker]]:
-        """Take variants off the list and start them, until another might not find room."""
+        """Take variants off the list and start them, until another might not find room; all, where not one finds it."""
         started: list[tuple[Variant, Worker]] = []
         largest = plain.peak_resident_bytes
         while left and len(started) < self.alive and time.monotonic() < self.deadline:
-            if _available_bytes() < largest + _RESERVE:
+            if not _has_room(largest + _RESERVE, wait=not started):
+                if not started:
+                    self._no_room(left, largest)
                 break
             variant = left.pop(0)
             if (worker := self._start(variant)) is not None:
                 started.append((variant, worker))
                 largest = max(largest, worker.peak_resident_bytes)
-        if left and not started and time.monotonic() < self.deadline:
-            raise WorkerError(f"no room for one more process of {largest / 1e9:.1f} GB; free some memory")
         return started
+
+    def _no_room(self, left: list[Variant], num_bytes: int) -> None:
+        """What was measured until here counts; what is left says why it was not."""
+        free = _available_bytes()
+        why = (
+            f"no room for one more process of {num_bytes / 1e9:.1f} GB: {free / 1e9:.1f} GB are free, of which "
+            f"{_RESERVE / 1e9:.1f} are left to others; free some memory"
+        )
+        self.say(why)
+        for variant in left:
+            self.rows[variant.name] = {**_empty_row(variant), "error": why}
+        left.clear()
 
     def _start(self, variant: Variant) -> Worker | None:
         """A warm worker; None where it cannot run, and the row says why."""
-        row = self.rows[variant.name] = {**variant.to_json(), "seconds": [], "plain_seconds": [], "peaks": []}
+        row = self.rows[variant.name] = _empty_row(variant)
         python = python_of(variant, self.environments)
         if not Path(python).exists():
             row["error"] = f"no {python}; make it with benchmarks/peers/install.sh {self.environments} all"
@@ -151,18 +166,43 @@ class Contest:
         self.say(f"{variant.name}: first step after {worker.about['first_seconds']:.1f} s")
         return worker
 
-    def _rounds(self, alive: Sequence[tuple[Variant, Worker]]) -> None:
+    def _rounds(self, alive: list[tuple[Variant, Worker]]) -> list[tuple[Variant, Worker]]:
+        """Those that are still alive after them. Raises WorkerError where plain is not."""
         for number in range(self.rounds):
             if number and time.monotonic() > self.deadline:
                 break
             self.say(f"round {number + 1} of {self.rounds}, {len(alive)} variants")
             plain_seconds = 0.0
-            for variant, worker in alive:
-                found, row = worker.step(), self.rows[variant.name]
+            for variant, worker in list(alive):
+                try:
+                    found = worker.step()
+                except WorkerError as error:
+                    if variant is PLAIN:
+                        raise
+                    self.rows[variant.name] = {**_empty_row(variant), "error": str(error)}
+                    self.say(f"{variant.name} died in round {number + 1}: {error}")
+                    alive.remove((variant, worker))
+                    continue
+                row = self.rows[variant.name]
                 plain_seconds = found["seconds"] if variant is PLAIN else plain_seconds
                 row["seconds"].append(found["seconds"])
                 row["plain_seconds"].append(plain_seconds)
                 row["peaks"].append(found["peak"])
+        return alive
+
+
+def _empty_row(variant: Variant) -> Row:
+    return {**variant.to_json(), "seconds": [], "plain_seconds": [], "peaks": []}
+
+
+def _has_room(num_bytes: int, *, wait: bool) -> bool:
+    """Whether so many bytes are free, or come to be within _ROOM_SECONDS."""
+    until = time.monotonic() + (_ROOM_SECONDS if wait else 0.0)
+    while _available_bytes() < num_bytes:
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def _available_bytes() -> int:

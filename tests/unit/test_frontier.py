@@ -143,6 +143,56 @@ def test_a_worker_that_dies_leaves_its_last_words(tmp_path: Any) -> None:
     assert "install.sh" in contest.rows["not installed"]["error"]
 
 
+class _Lives:
+    """A worker that does so many steps before it dies."""
+
+    peak_resident_bytes = 10**6
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def step(self) -> dict[str, Any]:
+        self.steps -= 1
+        if self.steps < 0:
+            raise pool.WorkerError("killed")
+        return {"seconds": 1.0, "peak": 5}
+
+    def close(self) -> None:
+        pass
+
+
+def _contest_of(monkeypatch: Any, tmp_path: Any, steps: dict[str, int], free: list[int]) -> dict[str, Any]:
+    """Rows of a contest whose workers do so many steps, those of 0 do not start. free: bytes, the last for ever."""
+    case = {"model": "reference", "precision": "fp32", "device": "cpu"}
+    contest = pool.Contest(case, tmp_path, tmp_path, rounds=2, alive=1, deadline=math.inf, say=print)
+
+    def start(variant: Variant) -> Any:
+        contest.rows[variant.name] = pool._empty_row(variant)
+        many = steps.get(variant.name, 99)
+        return _Lives(many) if many else None
+
+    monkeypatch.setattr(contest, "_start", start)
+    monkeypatch.setattr(pool, "_ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(pool.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(pool, "_available_bytes", lambda: free.pop(0) if len(free) > 1 else free[0])
+    return contest.run([Variant("plain", name, "peer", "hand_written:plain") for name in steps])
+
+
+def test_a_contest_goes_on_where_variants_do_not_start_or_die(monkeypatch: Any, tmp_path: Any) -> None:
+    steps = {"never starts": 0, "dies": 1, "lives": 99}
+    rows = _contest_of(monkeypatch, tmp_path, steps, [2**40, 0, 2**40])  # what failed holds memory for a moment
+    assert rows["lives"]["seconds"] == [1.0, 1.0]
+    assert rows["dies"]["seconds"] == []
+    assert rows["dies"]["error"] == "killed"
+    assert rows["plain"]["seconds"] == [1.0] * 4, "plain's rounds are those with others beside it"
+
+
+def test_a_contest_without_room_keeps_what_it_has(monkeypatch: Any, tmp_path: Any) -> None:
+    rows = _contest_of(monkeypatch, tmp_path, {"first": 99, "second": 99, "third": 99}, [2**40, 0])
+    assert rows["first"]["seconds"] == [1.0, 1.0]
+    assert all("no room" in rows[name]["error"] for name in ("second", "third"))
+
+
 def test_peers_and_plans_of_this_environment_do_plain_trainings_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three losses: the second and third tell of gradients too. What is compiled takes too long to be here."""
     monkeypatch.setattr(plans, "_MAY_CHANGE", frozenset())
