@@ -254,6 +254,48 @@ def test_it_is_known_which_models_hold_scores():
     assert not attention_holds_scores(small_workload("mixtral"), HOST)
 
 
+class OwnScores(nn.Module):
+    """Attention written out, which blockwise cannot replace; it may look at a value, as no fake tensor can."""
+
+    def __init__(self, *, looks: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.layers, self.looks = nn.ModuleList([OwnScoresBlock(), OwnScoresBlock()]), looks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        if self.looks and x.sum().item() > 0:
+            x = x + 1
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class OwnScoresBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out((x @ x.mT).softmax(-1)[:, None] @ x[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_where_it_cannot_be_put_it_is_not_offered(looks):
+    workload = workload_from_module(partial(OwnScores, looks=looks), seq_len=16, vocab_size=50)
+    assert not attention_holds_scores(workload, HOST)
+
+
+def test_a_bug_of_ours_is_no_reason_not_to_offer_it(monkeypatch):
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr("trainfit.techniques.attention.blockwise_attention", broken)
+    for workload in (windowed(), biased()):
+        with pytest.raises(TypeError, match="a bug"):
+            attention_holds_scores(workload, HOST)
+
+
 def test_a_plan_takes_it_where_the_models_own_does_not_fit():
     workload = windowed(512)
     lean = Strategy(1, tiers=("full",) * blocks(workload), loss_chunks=16)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import Hardware
 from trainfit.hardware.runtime import rehearsed
-from trainfit.rehearsal.rehearse import fake_tensors, new_tracker
+from trainfit.rehearsal.rehearse import fake_tensors, model_errors, new_tracker
 from trainfit.rehearsal.shorten import shortened
 from trainfit.step import prepare
 from trainfit.techniques.attention import AttentionKind
@@ -24,8 +25,9 @@ _SOFTMAX = frozenset({torch.ops.aten._softmax.default, torch.ops.aten._safe_soft
 def attention_holds_scores(workload: Workload, hardware: Hardware) -> bool:
     """Whether a softmax over (queries, keys) runs in its forward on such a device, and does not with blockwise.
 
-    One block of each structure runs, on fake tensors, at the workload's sequence length. False where that fails: what
-    the matter is shows when the step is rehearsed.
+    One block of each structure runs, on fake tensors, at the workload's sequence length. False where the model cannot:
+    what the matter is shows when the step is rehearsed. False too where its attention is none that blockwise can be put
+    in place of.
     """
     key = "attention holds scores", workload.seq_len, hardware.spec.kind
     if key not in workload.memo:
@@ -39,12 +41,15 @@ def _look(workload: Workload, hardware: Hardware) -> bool:
     short = (shortened(workload, first) if first else None) or workload
     with fake_tensors():
         try:
-            build = prepare(short, rehearsed(hardware.spec.kind))
-            if not _makes_scores(build, hardware):
+            with model_errors():
+                build = prepare(short, rehearsed(hardware.spec.kind))
+                holds = _makes_scores(build, hardware)
+            if not holds:
                 return False
+            # The model has run, so what else fails from here on is a bug of ours.
             AttentionKind().apply(build, "blockwise")
             return not _makes_scores(build, hardware)
-        except Exception:
+        except (ModelError, RecipeError):
             return False
 
 
