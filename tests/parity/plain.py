@@ -54,7 +54,8 @@ def sequences(lengths: Sequence[int], vocab_size: int, seed: int = 5) -> list[Te
 
 def build(workload: Workload, activation: str = "keep", *, model: nn.Module | None = None, **knobs: Any) -> TrainStep:
     """A step around the model that make_model() makes."""
-    tiers = parse_tiers(activation, len(workload.anatomy().blocks))
+    table = knobs.get("tier_table")
+    tiers = table[-1].tiers if table else parse_tiers(activation, len(workload.anatomy().blocks))
     max_grad_norm = knobs.pop("max_grad_norm", None)
     strategy = Strategy(knobs.pop("micro_batch_size", 2), tiers=tiers, **knobs)
     return build_step(workload, strategy, CPU, max_grad_norm=max_grad_norm, model=model or make_model(workload))

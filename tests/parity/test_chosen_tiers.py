@@ -153,12 +153,18 @@ def test_what_is_put_off_does_not_see_what_is_written_after_it():
 
 
 @pytest.mark.parametrize(
-    "key", ["aten.mm.default", "aten.nothing.default#1", "mm#1", "aten.topk.default#1", "#1", "a b"]
+    "key",
+    [
+        *("aten.mm.default", "aten.nothing.default#1", "mm#1", "aten.topk.default#1", "#1", "a b"),
+        *("aten.detach.default#1", "aten.view.default#1", "aten.add_.Tensor#1", "aten._local_scalar_dense.default#1"),
+    ],
 )
 def test_what_is_no_operator_that_may_be_kept_is_refused(key: str):
     workload = tiny_workload("llama")
     with pytest.raises(RecipeError, match="make the plan again"):
         build_step(workload, strategy_of(workload, KeptOperators("chosen_1", (key,))), CPU)
+    with pytest.raises(RecipeError, match="make the plan again"):
+        build_step(workload, strategy_of(workload, KeptOperators("chosen_1", (), (key,))), CPU)
 
 
 def test_chosen_tiers_and_what_they_keep_go_together():

@@ -138,7 +138,7 @@ def test_a_tier_that_makes_outputs_again_gives_the_same_bits():
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ((TokenBucket(32, ("keep",)), TokenBucket(64, ("full",))), "gives 1 blocks a tier, tiers 2"),
+        ((TokenBucket(32, ("keep",)), TokenBucket(64, ("full",))), "1 activation tiers for a model of 2 blocks"),
         ((TABLE[1], TABLE[0]), "must ascend"),
         ((TokenBucket(32, ("keep", "never")),), "unknown activation tier 'never'"),
         ((TokenBucket(32, ("keep", "recompute_mlp")),), "a tier table cannot switch"),
@@ -148,6 +148,13 @@ def test_a_tier_that_makes_outputs_again_gives_the_same_bits():
 def test_tables_that_cannot_be(table, words):
     with pytest.raises(RecipeError, match=words):
         build(workload(), tier_table=table)
+
+
+def test_a_table_and_tiers_go_together():
+    with pytest.raises(RecipeError, match="gives 2 blocks a tier, tiers 1"):
+        Strategy(1, tiers=("full",), tier_table=TABLE)
+    with pytest.raises(RecipeError, match="tiers give block 1 keep, the last row of tier_table attention"):
+        Strategy(1, tiers=("full", "keep"), tier_table=TABLE)
 
 
 def test_a_strategy_with_a_table_goes_through_json():

@@ -91,7 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], Strategy, int]] = {
     "replicas": (LLAMA, strategy("full", 2, mesh=Mesh(replicate=2)), 0),
     "ZeRO 1": (LLAMA, strategy(steps=4, mesh=Mesh(shard=4), zero=Zero(1)), 0),
     "ZeRO 2": (LLAMA, strategy("full", 3, mesh=Mesh(shard=4), zero=Zero(2)), 0),
-    "tier table": (LLAMA, strategy("full", 2, tier_table=TABLE, micro_batch_tokens=16), 0),
+    "tier table": (LLAMA, strategy("11*full,1*pointwise", 2, tier_table=TABLE, micro_batch_tokens=16), 0),
     "ZeRO 3": (LLAMA, strategy("pointwise", 4, mesh=Mesh(shard=4), zero=Zero(3)), 0),
     "tensor": (LLAMA, strategy(mesh=Mesh(tensor=2)), 0),
     "sequences": (LLAMA, strategy("full", 2, mesh=Mesh(shard=2, tensor=2), zero=Zero(3), tensor=SEQUENCES), 0),

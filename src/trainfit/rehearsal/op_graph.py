@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from trainfit.operators import BlockGraph, Operator
 from trainfit.rehearsal.operator_cost import OperatorCost
 from trainfit.rehearsal.operators import leaves_to_its_handler
-from trainfit.techniques.activation import operator_name, routing_rules
+from trainfit.techniques.activation import makes_its_own, operator_name, routing_rules
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -79,7 +79,7 @@ class _Listening(TorchDispatchMode):
             return  # a view
         number = len(self.seen)
         inputs = sorted({self._maker[storage] for storage in taken if storage in self._maker})
-        runs_anyway = bool(written) or reads_number or torch.Tag.nondeterministic_seeded in func.tags
+        runs_anyway = not makes_its_own(func) or reads_number or torch.Tag.nondeterministic_seeded in func.tags
         operator = Operator(
             name=operator_name(func),
             run=self._runs[func],
@@ -88,7 +88,7 @@ class _Listening(TorchDispatchMode):
             num_bytes=sum(self._rounded(tensor) for tensor in fresh.values()),
             inputs=tuple(inputs),
             is_saved=False,
-            may_store=bool(fresh) and not written and not reads_number and func not in routing_rules(),
+            may_store=bool(fresh) and not reads_number and makes_its_own(func),
             may_skip=not runs_anyway,
         )
         self._maker |= dict.fromkeys(fresh, number)

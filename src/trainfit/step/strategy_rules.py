@@ -269,6 +269,11 @@ def check_table(strategy: Strategy) -> None:
             raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
         if away := [tier for tier in row.tiers if tier.startswith("offload")]:
             raise RecipeError(f"a tier_table cannot have {away[0]}; leave offload out of the recipe, or per_batch")
+    for block, (own, last) in enumerate(zip(strategy.tiers, table[-1].tiers)):
+        if own != last:
+            raise RecipeError(
+                f"tiers give block {block} {own}, the last row of tier_table {last}; make them the same, or plan again"
+            )
     if strategy.compile != Compile():
         raise RecipeError(
             "a tier_table does not work with compile: blocks would be compiled for every tier and length; leave "

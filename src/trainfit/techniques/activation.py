@@ -148,7 +148,7 @@ def operator_name(func: Any) -> str:
 
 @cache
 def chosen_rules(chosen: KeptOperators) -> KeepRules:
-    """Raises RecipeError for an operator that is not one of this PyTorch's, or that routes."""
+    """Raises RecipeError for an operator that is not one of this PyTorch's, or that may not be kept."""
     kept, skipped = _runs_of(chosen.kept), _runs_of(chosen.skipped)
     return {func: _of_runs(kept.get(func, frozenset()), skipped.get(func, frozenset())) for func in {*kept, *skipped}}
 
@@ -167,7 +167,7 @@ def _runs_of(keys: Sequence[str]) -> dict[Any, frozenset[int]]:
         name, _, run = key.rpartition("#")
         names = _ATTENTION if name == ATTENTION else (name,)
         funcs = list(_overloads(names, _always)) if name == ATTENTION or name.count(".") == 2 else []
-        if not funcs or not run.isdigit() or any(func in routing_rules() for func in funcs):
+        if not funcs or not run.isdigit() or not all(map(makes_its_own, funcs)):
             raise RecipeError(
                 f"kept_operators names {key!r}, which is no operator of this PyTorch ({torch.__version__}) that may be "
                 "kept; make the plan again on this machine"
@@ -175,6 +175,13 @@ def _runs_of(keys: Sequence[str]) -> dict[Any, frozenset[int]]:
         for func in funcs:
             found[func] = found.get(func, frozenset()) | {int(run)}
     return found
+
+
+def makes_its_own(func: Any) -> bool:
+    """Whether its output may be kept or skipped by name: tensors of its own, no views, writes or choices of routing."""
+    schema = func._schema
+    is_pure = not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
+    return is_pure and any("Tensor" in str(each.type) for each in schema.returns) and func not in routing_rules()
 
 
 @cache
