@@ -13,7 +13,7 @@ from plain import CPU, build, gradients, planned_gradients, random_batch, small_
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainfit.errors import RecipeError
+from trainfit.errors import ModelError, RecipeError
 from trainfit.hardware import this_machine
 from trainfit.plan import Target, choose
 from trainfit.plan.questions import LEANEST, Setting, longest_sequence
@@ -21,6 +21,7 @@ from trainfit.profile import Compile, Layout, TokenBucket
 from trainfit.rehearsal import measure, rehearse
 from trainfit.rehearsal.attention_scores import attention_holds_scores
 from trainfit.step import Strategy, build_step, parse_tiers
+from trainfit.techniques.attention import _mask
 from trainfit.techniques.blockwise_attention import FORWARD
 from trainfit.workload import Workload, workload_from_module
 
@@ -284,6 +285,12 @@ class OwnScoresBlock(nn.Module):
 def test_where_it_cannot_be_put_it_is_not_offered(looks):
     workload = workload_from_module(partial(OwnScores, looks=looks), seq_len=16, vocab_size=50)
     assert not attention_holds_scores(workload, HOST)
+
+
+def test_a_mask_that_is_asked_for_in_another_way_is_one_clear_error():
+    """Versions of transformers differ in what they say of a mask: releases 4 gave cache_position."""
+    with pytest.raises(ModelError, match=r"asks for a mask without q_length, .* or set attention: model"):
+        _mask(batch_size=1, cache_position=torch.arange(4), kv_length=4, mask_function=None, dtype=None)
 
 
 def test_a_bug_of_ours_is_no_reason_not_to_offer_it(monkeypatch):

@@ -79,39 +79,26 @@ class MaskRule:
     seen: Tensor | None
 
 
-def _mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: Any = 0,
-    mask_function: Any,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    **rest: Any,
-) -> MaskRule | Tensor | None:
-    """What transformers makes of a mask for our name: a rule where it is one, else a tensor of booleans."""
+def _mask(**asked: Any) -> MaskRule | Tensor | None:
+    """What transformers makes of a mask for our name: a rule where it is one, else a tensor of booleans.
+
+    asked: what its mask functions take. Raises ModelError for a version of it that says something else.
+    """
+    import transformers
     from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
-    window = window_of(mask_function)
-    if window is None or use_vmap or not allow_is_causal_skip or (q_offset, kv_offset) != (0, 0):
-        made: Tensor | None = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip,
-            use_vmap=use_vmap,
-            **rest,
+    if missing := {"q_length", "kv_length", "mask_function"} - asked.keys():
+        raise ModelError(
+            f"transformers {transformers.__version__} asks for a mask without {min(missing)}, which blockwise "
+            "attention needs; install a newer one, or set attention: model"
         )
+    window, kv_length = window_of(asked["mask_function"]), asked["kv_length"]
+    starts = (asked.get("q_offset", 0), asked.get("kv_offset", 0)) == (0, 0)
+    if window is None or asked.get("use_vmap") or not asked.get("allow_is_causal_skip", True) or not starts:
+        made: Tensor | None = sdpa_mask(**asked)
         return made
     window = window if window < kv_length else 0
-    padding = prepare_padding_mask(attention_mask, kv_length, 0)
+    padding = prepare_padding_mask(asked.get("attention_mask"), kv_length, 0)
     if padding is None and not window:
         return None
     return MaskRule(window, None if padding is None else padding[:, None, None, :])

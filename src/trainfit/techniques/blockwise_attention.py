@@ -10,7 +10,8 @@ each kind, in place of the operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -27,70 +28,37 @@ from trainfit.techniques.blockwise_tiles import Repeated, Scores, Tensors, accum
 TILE: Mapping[Kind, int] = {"cpu": 2**18, "cuda": 2**24, "npu": 2**24}
 
 
-def _tensors(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-) -> Tensors:
+_SETTINGS = "float scale, bool causal, int window, float softcap, float dropout, int tile, bool upcast"
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? seed"
+_NUM_INPUTS = len(Tensors._fields)
+_SETTINGS_AT = _NUM_INPUTS + 2  # output and logsum are before them, in backward
+
+
+def _of_schema(given: Sequence[Any]) -> tuple[Tensors, Scores]:
+    """_INPUTS and _SETTINGS, as an operator gets them."""
+    query, key, value, mask, bias, sinks, seed = given[:_NUM_INPUTS]
     drawn = 0 if seed is None else -1 if isinstance(seed, FakeTensor) else int(seed)
-    return Tensors(query, key, value, mask, bias, sinks, drawn)
+    return Tensors(query, key, value, mask, bias, sinks, drawn), Scores(*given[_NUM_INPUTS:])
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    dropout: float,
-    tile: int,
-    upcast: bool,
-    repeated: Repeated | None = None,
-) -> tuple[Tensor, Tensor]:
-    scores = Scores(scale, causal, window, softcap, dropout, tile, upcast)
-    with torch.autocast(query.device.type, enabled=False):
-        return blockwise_tiles.forward(_tensors(query, key, value, mask, bias, sinks, seed), scores, repeated)
+def _forward(*given: Any, repeated: Repeated | None = None) -> tuple[Tensor, Tensor]:
+    """given: _INPUTS, _SETTINGS."""
+    tensors, scores = _of_schema(given)
+    with torch.autocast(tensors.query.device.type, enabled=False):
+        return blockwise_tiles.forward(tensors, scores, repeated)
 
 
 def _backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    output: Tensor,
-    logsum: Tensor,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    dropout: float,
-    tile: int,
-    upcast: bool,
-    bias_gradient: bool,
-    repeated: Repeated | None = None,
+    gradient: Tensor, *given: Any, repeated: Repeated | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    scores = Scores(scale, causal, window, softcap, dropout, tile, upcast)
-    tensors = _tensors(query, key, value, mask, bias, sinks, seed)
-    with torch.autocast(query.device.type, enabled=False):
+    """given: _INPUTS, output, logsum, _SETTINGS, bias_gradient."""
+    inputs, (output, logsum) = given[:_NUM_INPUTS], given[_NUM_INPUTS:_SETTINGS_AT]
+    *settings, bias_gradient = given[_SETTINGS_AT:]
+    tensors, scores = _of_schema((*inputs, *settings))
+    with torch.autocast(tensors.query.device.type, enabled=False):
         return blockwise_tiles.backward(gradient, tensors, output, logsum, scores, bias_gradient, repeated)
 
 
-_SETTINGS = "float scale, bool causal, int window, float softcap, float dropout, int tile, bool upcast"
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? seed"
 _library = torch.library.Library("trainfit", "FRAGMENT")
 _library.define(f"blockwise_attention({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)")
 _library.define(
@@ -146,10 +114,7 @@ class _Attention(torch.autograd.Function):
         seed: Tensor | None,
         scores: Scores,
     ) -> Tensor:
-        ctx.settings = (
-            *(scores.scale, scores.causal, scores.window, scores.softcap),
-            *(scores.dropout, scores.tile, scores.upcast),
-        )
+        ctx.settings = astuple(scores)
         output: Tensor
         output, logsum = FORWARD(query, key, value, mask, bias, sinks, seed, *ctx.settings)
         ctx.save_for_backward(query, key, value, mask, bias, sinks, seed, output, logsum)
