@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from trainfit.cli.main import main
-from trainfit.cli.setup import time_notes
+from trainfit.cli.options import StepOptions
+from trainfit.cli.setup import open_recipe, prepare, time_notes
 from trainfit.hardware import Figure, Hardware, catalogue, find_device
 from trainfit.techniques.chunked_loss import auto_chunks
 
@@ -71,6 +72,18 @@ def test_help_lists_all_policies():
     from trainfit.plan.policies import policy_names
 
     assert ", ".join(policy_names()) == POLICY_NAMES
+
+
+def test_recompute_ahead_is_the_recipes_where_no_option_says_it(folder):
+    (folder / "recipe.yaml").write_text(
+        "model: config.json\ndata: {paths: text}\nseq_len: 32\ntokens_per_step: 64\nsteps: 1\nrun_folder: run\n"
+        "recompute_ahead: 1\n"
+    )
+    step = StepOptions("recipe.yaml", micro_batch=2, activation="full")
+    recipe, hardware = open_recipe("recipe.yaml"), find_device("cpu")
+    assert prepare(step, recipe, hardware, print).strategy.recompute_ahead == 1
+    assert prepare(replace(step, recompute_ahead=0), recipe, hardware, print).strategy.recompute_ahead == 0
+    assert prepare(replace(step, model="config.json", seq_len=32), None, hardware, print).strategy.recompute_ahead == 0
 
 
 def test_python_m_trainfit_is_the_command():

@@ -45,7 +45,7 @@ CompileOption = Annotated[
 ]
 CastOption = Annotated[str | None, typer.Option(metavar="operator|block", help="Where fp32 weights are cast.")]
 RecomputeAheadOption = Annotated[
-    int, typer.Option(metavar="0|1", help="Blocks recomputed beside the backward of the next one.")
+    int | None, typer.Option(metavar="0|1", help="Blocks recomputed beside the backward of the next one.")
 ]
 OffloadOption = Annotated[
     str | None, typer.Option(metavar="host|disk|disk:FOLDER", help="Where blocks of offload tiers put what they save.")
@@ -104,7 +104,7 @@ class StepOptions:
     loss_chunks: str = "1"
     optimizer: str | None = None
     cast: str | None = None
-    recompute_ahead: int = 0
+    recompute_ahead: int | None = None
     compile: str | None = None
     offload: str | None = None
     attention: str | None = None

@@ -159,7 +159,7 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
         mesh=mesh,
         zero=zero,
         allocator=AllocatorSettings() if recipe is None or recipe.allocator is None else recipe.allocator.settings(),
-        recompute_ahead=options.recompute_ahead,
+        recompute_ahead=_recompute_ahead(options, recipe),
         compile=parse_compile(options.compile or (recipe.compile if recipe is not None else "none")),
         offload=_offload(options, recipe),
         attention=_attention(options, recipe),
@@ -167,6 +167,13 @@ def _prepare_step(options: StepOptions, workload: Workload, hardware: Hardware, 
     if variant.update == "backward":
         return Setup(workload, strategy, None, (*notes, *chunk_notes, _UNCLIPPED))
     return Setup(workload, strategy, notes=(*notes, *chunk_notes))
+
+
+def _recompute_ahead(options: StepOptions, recipe: Recipe | None) -> int:
+    said = options.recompute_ahead
+    if said is None and recipe is not None:
+        said = recipe.recompute_ahead
+    return said or 0
 
 
 def _offload(options: StepOptions, recipe: Recipe | None) -> Offload:
