@@ -329,12 +329,15 @@ def test_expandable_segments_are_taken_where_only_fragmentation_is_too_much():
     chosen = rehearsals.expanded[strategy].strategy
     assert chosen == replace(strategy, allocator=AllocatorSettings(expandable_segments=True))
     assert profile.needed_bytes <= allowed < usual.needed_bytes
-    (note,) = allocator_note(chosen, profile, rehearsals.profiles, allowed)
+    (note,) = allocator_note(usual, profile, profile, allowed)
     assert note.startswith("expandable segments: with PyTorch's default ones")
     assert format_bytes(usual.needed_bytes - allowed) in note
+    later = replace(profile, reserved_bytes=profile.reserved_bytes - 2**20)  # as chosen operators may need
+    (note,) = allocator_note(usual, profile, later, allowed)
+    assert note.endswith(f"{format_bytes(later.needed_bytes)} with what was chosen after that")
     rehearsals, profile = rehearsed(allocator=AllocatorSettings())
     assert not rehearsals.expanded
-    assert allocator_note(strategy, profile, rehearsals.profiles, allowed) == ()
+    assert allocator_note(profile, profile, profile, allowed) == ()
 
 
 def test_a_target_keeps_its_allocator_settings():

@@ -79,14 +79,15 @@ def choose(
 
     rehearsals = Rehearsals(search, exact, allowed)
     plain = _plain(len(workload.anatomy().blocks), target, hardware, search, rehearsals)
-    chosen, profile = rehearsals.best()
-    chosen = rehearsals.ahead(rehearsals.expanded.get(chosen.strategy, chosen))
+    found, before = rehearsals.best()
+    expanded = rehearsals.expanded.get(found.strategy, found)
+    chosen = rehearsals.ahead(expanded)
     profile = rehearsals.profiles[chosen.strategy]
     fits = profile.needed_bytes <= allowed
     operators: tuple[str, ...] = ()
-    if fits and is_wanted(target, hardware) and (found := with_operators(search, chosen, profile, exact)) is not None:
-        operators = operator_notes(*found, profile)
-        chosen, profile = found
+    if fits and is_wanted(target, hardware) and (better := with_operators(search, chosen, profile, exact)) is not None:
+        operators = operator_notes(*better, profile)
+        chosen, profile = better
     on_progress("weighing what lost")
     return Plan(
         allowed_bytes=allowed,
@@ -103,7 +104,7 @@ def choose(
             *accuracy_note(target, chosen.strategy, tracers.of(target.optimizer).facts.num_trained),
             *tiers_note(chosen.strategy),
             *attention_note(target, chosen.strategy),
-            *allocator_note(chosen.strategy, profile, rehearsals.profiles, allowed),
+            *allocator_note(before, rehearsals.profiles[expanded.strategy], profile, allowed),
             *compile_note(chosen.strategy, profile, hardware),
             *rehearsals.notes,
             *operators,

@@ -12,7 +12,7 @@ from trainfit.plan.plan import Alternative, MoreMemory
 from trainfit.plan.search import Bounded, Candidate, Search, best_of_each
 from trainfit.plan.space import Point
 from trainfit.plan.target import Target
-from trainfit.profile import TIER_ACCURACY, Accuracy, AllocatorSettings, Profile
+from trainfit.profile import TIER_ACCURACY, Accuracy, Profile
 from trainfit.step.strategy import Strategy
 from trainfit.step.strategy_text import describe_strategy, describe_variant
 from trainfit.techniques.optimizer import ACCURACY_WORDS, accuracy_of, bytes_per_parameter
@@ -200,18 +200,16 @@ def tiers_note(strategy: Strategy) -> tuple[str, ...]:
     )
 
 
-def allocator_note(
-    strategy: Strategy, profile: Profile, rehearsed: Mapping[Strategy, Profile], allowed: int
-) -> tuple[str, ...]:
-    """What expandable segments were chosen for."""
-    before = rehearsed.get(replace(strategy, allocator=AllocatorSettings()))
-    if before is None or before is profile:
+def allocator_note(before: Profile, expanded: Profile, chosen: Profile, allowed: int) -> tuple[str, ...]:
+    """What expandable segments were chosen for: one strategy without and with them, and what became of it."""
+    if before is expanded:
         return ()
+    after = "" if chosen is expanded else f", {format_bytes(chosen.needed_bytes)} with what was chosen after that"
     return (
         f"expandable segments: with PyTorch's default ones the allocator would hold "
         f"{format_bytes(before.needed_bytes)}, "
         f"{format_bytes(before.needed_bytes - allowed)} more than allowed, of which no more than "
-        f"{format_bytes(before.peak_bytes)} are in use; with them {format_bytes(profile.needed_bytes)}",
+        f"{format_bytes(before.peak_bytes)} are in use; with them {format_bytes(expanded.needed_bytes)}{after}",
     )
 
 
