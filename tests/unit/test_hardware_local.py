@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainfit import hardware
 from trainfit.errors import DeviceError
-from trainfit.hardware import accelerator, find_device, local, this_machine
+from trainfit.hardware import accelerator, find_device, local, measured_store, this_machine
 
 
 def test_cpu_figures_are_measured_once_and_plausible():
@@ -24,6 +24,40 @@ def test_cpu_figures_are_measured_once_and_plausible():
     assert spec.allocation_granularity == 1
 
 
+def test_the_next_start_has_the_same_figures(monkeypatch, tmp_path):
+    """As another process would, with a neighbour on the machine meanwhile: what it measured would make another plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(local, "_growing_matmuls", lambda device, precision: rate)
+
+    def started() -> hardware.Hardware:
+        local._measured_spec.cache_clear()
+        return this_machine("cpu")
+
+    rate = 2.0
+    first = started()
+    assert first.spec.tflops["fp32"].value == rate
+    rate = 3.0
+    assert started() == first
+    (kept,) = (tmp_path / "trainfit" / "measured").iterdir()
+    assert f"cpu-{torch.get_num_threads()}-torch-" in kept.name
+    monkeypatch.setattr(measured_store, "_processor", lambda: "another machine with the same home")
+    assert started().spec.tflops["fp32"].value == rate
+    for broken in ("", "[]", "{}", kept.read_text().replace("3.0", "NaN"), kept.read_text().replace("3.0", '"3"')):
+        kept.write_text(broken)
+        rate += 1
+        assert started().spec.tflops["fp32"].value == rate
+    local._measured_spec.cache_clear()
+
+
+def test_a_home_that_cannot_be_written_is_none(monkeypatch, tmp_path):
+    (tmp_path / "trainfit").mkdir()
+    (tmp_path / "trainfit" / "measured").write_text("")  # no folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    local._measured_spec.cache_clear()
+    assert this_machine("cpu").spec.tflops["fp32"].source.startswith("measured here")
+    local._measured_spec.cache_clear()
+
+
 def test_the_rate_is_that_of_the_operations_torch_counts(monkeypatch):
     """On a machine that is pretended to make 3 TFLOP/s, whatever the size of the matmul."""
 
@@ -34,7 +68,7 @@ def test_the_rate_is_that_of_the_operations_torch_counts(monkeypatch):
 
     monkeypatch.setattr(local, "_seconds", seconds_at_3_tflops)
     assert local._growing_matmuls(accelerator("cpu"), "fp32") == pytest.approx(3)
-    assert local._matmul_tflops(accelerator("cpu"), "fp32").value == 3
+    assert local._matmul_tflops(accelerator("cpu"), "fp32") == 3
 
 
 def test_seconds_are_those_of_one_call():

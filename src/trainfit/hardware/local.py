@@ -2,8 +2,8 @@
 
 A calibration that `trainfit devices --calibrate` has stored goes before both. Without one:
 
-A measurement takes under half a second in all, is made once in a process for each thread count that torch is set to,
-and is rounded to two digits because it repeats no better.
+A measurement takes under half a second in all, is made once for each thread count that torch is set to, and is rounded
+to two digits because it repeats no better. It is kept: a plan of the same recipe is the same the next time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trainfit.hardware.calibration import Calibration
 from trainfit.hardware.calibration_store import load_calibration
 from trainfit.hardware.catalogue import find_reported
 from trainfit.hardware.device import CALL_LATENCY, LINK_LATENCY, DeviceSpec, Figure, Hardware, Kind
+from trainfit.hardware.measured_store import MeasuredFigures, figures_of
 from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator, best_kind
 from trainfit.profile import Precision
 
@@ -88,13 +89,23 @@ def _total(device: Accelerator) -> Figure:
 
 @cache
 def _measured_spec(kind: Kind, num_threads: int) -> DeviceSpec:
-    """num_threads only tells apart what was measured with other thread counts."""
+    """num_threads: that torch is set to."""
     device = accelerator(kind)
+    figures = figures_of(device.name, num_threads, torch.__version__, device.precisions, partial(_measure, device))
+    threads = _threads(device)
     return replace(
         _shape(device),
-        tflops={precision: _matmul_tflops(device, precision) for precision in device.precisions},
-        memory_bandwidth=_copy_bandwidth(device),
-        launch_seconds=_launch_seconds(device),
+        tflops={each: _figure(value, f"{threads}, square matmuls") for each, value in figures.tflops.items()},
+        memory_bandwidth=_figure(figures.memory_bandwidth, f"{threads}, read and write of a 64 MiB copy"),
+        launch_seconds=_figure(figures.launch_seconds, "one-element additions"),
+    )
+
+
+def _measure(device: Accelerator) -> MeasuredFigures:
+    return MeasuredFigures(
+        {precision: _matmul_tflops(device, precision) for precision in device.precisions},
+        _copy_bandwidth(device),
+        _launch_seconds(device),
     )
 
 
@@ -131,11 +142,10 @@ def _overhead(kind: Kind) -> Figure:
     return Figure(1024 * _MIB, "assumed: context and library workspaces of an unknown device", "low")
 
 
-def _matmul_tflops(device: Accelerator, precision: Precision) -> Figure:
+def _matmul_tflops(device: Accelerator, precision: Precision) -> float:
     """Best rate of square matmuls that grow until the next would not fit the time allowed; in two rounds, since a
     neighbour that holds up the smallest one would end a round at once."""
-    best = max(_growing_matmuls(device, precision) for _ in range(2))
-    return _measured(best, f"{_threads(device)}, square matmuls")
+    return _rounded(max(_growing_matmuls(device, precision) for _ in range(2)))
 
 
 def _growing_matmuls(device: Accelerator, precision: Precision) -> float:
@@ -151,16 +161,16 @@ def _growing_matmuls(device: Accelerator, precision: Precision) -> float:
     return best
 
 
-def _copy_bandwidth(device: Accelerator) -> Figure:
+def _copy_bandwidth(device: Accelerator) -> float:
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device.device)
     target = torch.empty_like(source)
     seconds = _seconds(device, lambda: target.copy_(source), repeats=1)
-    return _measured(2 * _COPY_BYTES / seconds, f"{_threads(device)}, read and write of a 64 MiB copy")
+    return _rounded(2 * _COPY_BYTES / seconds)
 
 
-def _launch_seconds(device: Accelerator) -> Figure:
+def _launch_seconds(device: Accelerator) -> float:
     scalar = torch.zeros(1, device=device.device)
-    return _measured(_seconds(device, lambda: scalar.add_(1), repeats=_LAUNCHES // 5), "one-element additions")
+    return _rounded(_seconds(device, lambda: scalar.add_(1), repeats=_LAUNCHES // 5))
 
 
 def _seconds(device: Accelerator, work: Callable[[], object], *, repeats: int, tries: int = 5) -> float:
@@ -181,8 +191,12 @@ def _seconds(device: Accelerator, work: Callable[[], object], *, repeats: int, t
     return max(shortest, 1e-9)
 
 
-def _measured(value: float, how: str) -> Figure:
-    return Figure(float(f"{value:.2g}"), f"measured here, {how}", "medium")
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def _figure(value: float, how: str) -> Figure:
+    return Figure(value, f"measured here, {how}", "medium")
 
 
 def _threads(device: Accelerator) -> str:
