@@ -340,6 +340,48 @@ def test_expandable_segments_are_taken_where_only_fragmentation_is_too_much():
     assert allocator_note(profile, profile, profile, allowed) == ()
 
 
+@pytest.mark.parametrize(
+    ("more_excess", "a_block", "rehearsed", "taken"),
+    [(0, 0.1, [1], 1), (80, 0.1, [1, 2], 2), (200, 0.1, [1], 3), (0, 0.001, [], 3)],
+    ids=["fits", "the next one fits", "does not fit", "nothing to win"],
+)
+def test_the_best_is_solved_again_in_the_room_that_its_rehearsal_leaves(
+    more_excess: int, a_block: float, rehearsed: list[int], taken: int
+):
+    """Of 1000 bytes; a block kept takes 100 and saves a_block seconds of ten. The best recomputes three of four blocks,
+    and needs 50 bytes more than the fast model says; those that recompute fewer need more_excess besides."""
+    hardware, case = find_device("h100"), SimpleNamespace(point=SimpleNamespace(kind="one"))
+    profile = rehearse(LLAMA, Strategy(1, tiers=("keep",) * 4), hardware)
+
+    def candidate(full: int) -> Candidate:
+        strategy = Strategy(1, tiers=(*("full",) * full, *("keep",) * (4 - full)))
+        return Candidate(strategy, 1000 - 100 * full, 10 + a_block * full, case=case)  # type: ignore[arg-type]
+
+    tried: list[int] = []
+
+    def exact(strategy: Strategy) -> Profile:
+        tried.append(strategy.tiers.count("full"))
+        fast = candidate(tried[-1])
+        needs = fast.peak_bytes + 50 + (more_excess if tried[-1] < 3 else 0)
+        return replace(profile, peak_bytes=needs, reserved_bytes=0, step_seconds=fast.step_seconds)
+
+    search: Any = SimpleNamespace(
+        target=few("4GiB", allocator=AllocatorSettings()),
+        hardware=hardware,
+        emitted=[],
+        layouts=(Layout(), Layout()),
+        excess_of=lambda point: 50,
+        learn=lambda found, excess: None,
+        solve=lambda point, room: next((one for one in map(candidate, range(5)) if one.peak_bytes <= room), None),
+    )
+    rehearsals = Rehearsals(search, exact, 1000)
+    best = candidate(3)
+    rehearsals.consider(best, exact(best.strategy))
+    found = rehearsals._with_all_room(best)
+    assert tried[1:] == rehearsed
+    assert found.strategy.tiers.count("full") == taken
+
+
 def test_a_target_keeps_its_allocator_settings():
     settled = target("23MiB", allocator=AllocatorSettings(max_split_size_mb=64))
     assert Target.from_json(json.loads(json.dumps(settled.to_json()))) == settled

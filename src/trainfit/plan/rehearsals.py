@@ -21,6 +21,8 @@ _SLACK = 0.01  # of what is allowed: what a rehearsal leaves free beyond that is
 # Of the best seconds: what else is rehearsed must take less by the fast model. It tells layouts apart worse than it
 # does what a rehearsal of them would be worth; points of one layout are cheap to rehearse, and as near as that.
 _WORTH_IT, _NEAR = 0.995, 1.02
+# Of the best seconds: what its point must take less, in all the room there is, to be rehearsed; and how often it is.
+_WORTH_ROOM, _REFINEMENTS = 0.998, 2
 
 Exact = Callable[[Strategy], Profile]
 
@@ -54,6 +56,7 @@ class Rehearsals:
             self._rehearse_all()
         if (best := self._best()) is None:
             return self._smallest()
+        best = self._with_all_room(best)
         return best, self.profiles[best.strategy]
 
     def _rehearse_all(self) -> None:
@@ -69,6 +72,23 @@ class Rehearsals:
                 self._good[self._kind(candidate)] = candidate
             if len(self._good) == _FITTING or self._rehearsed >= _ATTEMPTS:
                 break
+
+    def _with_all_room(self, best: Candidate) -> Candidate:
+        """Its point solved once more, in the room that its rehearsal has left: what is too little to be offered to the
+        whole search may still be a block's. Rehearsed only where the fast model finds enough to win."""
+        profile = self.profiles[self.expanded.get(best.strategy, best).strategy]
+        excess = profile.needed_bytes - best.peak_bytes
+        for _ in range(_REFINEMENTS):
+            found = self.search.solve(best.point, self.allowed_bytes - excess)
+            if found is None or found.strategy in self.profiles:
+                break
+            if found.weighed_seconds > _WORTH_ROOM * best.weighed_seconds or (made := self._rehearse(found)) is None:
+                break
+            self.search.emitted.append(found)
+            if made.needed_bytes <= self.allowed_bytes and self._weighed(found) < self._weighed(best):
+                best = found
+            excess = max(excess, made.needed_bytes - found.peak_bytes)
+        return best
 
     def consider(self, candidate: Candidate, profile: Profile) -> None:
         """One that was rehearsed for another reason may be the best too."""
