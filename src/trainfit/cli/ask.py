@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +23,9 @@ from trainfit.cli.options import (
     PrecisionOption,
     SeqLenOption,
     SharingDevicesOption,
+    Verb,
     check_range,
+    takes,
 )
 from trainfit.errors import RecipeError
 
@@ -44,55 +48,69 @@ CardsOption = Annotated[
     list[str], typer.Option("--device", metavar="NAME", help="A device that `trainfit devices` lists; two or more.")
 ]
 
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """What questions share, as the command line asks for it; None where nothing was said."""
+
+    model: str
+    device: str | None = None
+    devices: int = 1
+    seq_len: int | None = None
+    tokens_per_step: str | None = None
+    memory: str | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        check_range("--devices", self.devices, 1, MAX_DEVICES)
+
+
+_SHARED: dict[str, Any] = {
+    "model": ModelArgument,
+    "device": DeviceOption,
+    "devices": SharingDevicesOption,
+    "seq_len": SeqLenOption,
+    "tokens_per_step": TokensOption,
+    "memory": MemoryOption,
+    "precision": PrecisionOption,
+    "optimizer": OptimizerOption,
+}
+
+
+def _takes(*left_out: str) -> Callable[[Verb], Verb]:
+    """Turns verb(options: QuestionOptions, *, ...) into a command with what questions share and the verb's own."""
+    return takes(QuestionOptions, {name: option for name, option in _SHARED.items() if name not in left_out})
+
+
 ask = typer.Typer(no_args_is_help=True, help="Answer a question: sequence, batch, devices, savings, cards.")
 
 
 @ask.command()
-def sequence(
-    model: ModelArgument,
-    device: DeviceOption = None,
-    devices: SharingDevicesOption = 1,
-    tokens_per_step: TokensOption = None,
-    memory: MemoryOption = None,
-    precision: PrecisionOption = None,
-    optimizer: OptimizerOption = None,
-    granularity: GranularityOption = 256,
-    json: JsonOption = False,
-) -> int:
+@_takes("seq_len")
+def sequence(options: QuestionOptions, *, granularity: GranularityOption = 256, json: JsonOption = False) -> int:
     """The longest sequence that fits, one at a time on each device.
 
     [dim]trainfit ask sequence llama-3.1-8b --device h100 --devices 8[/]
     """
-    check_range("--devices", devices, 1, MAX_DEVICES)
     check_range("--granularity", granularity, 1, MAX_SEQ_LEN)
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.asking import open_question
         from trainfit.plan.questions import longest_sequence
         from trainfit.report.question_view import sequence_view
 
-        options = (tokens_per_step, memory, precision, optimizer)
-        asked = open_question(model, device, devices, None, *options, say, finds_length=True)
+        asked = open_question(options, say, finds_length=True)
         answer = longest_sequence(asked.setting, granularity=granularity)
     return _print(asked, "the longest sequence that fits", answer.to_json(), sequence_view(answer), json=json)
 
 
 @ask.command()
-def batch(
-    model: ModelArgument,
-    device: DeviceOption = None,
-    devices: SharingDevicesOption = 1,
-    seq_len: SeqLenOption = None,
-    memory: MemoryOption = None,
-    precision: PrecisionOption = None,
-    optimizer: OptimizerOption = None,
-    policy: WayOption = None,
-    json: JsonOption = False,
-) -> int:
+@_takes("tokens_per_step")
+def batch(options: QuestionOptions, *, policy: WayOption = None, json: JsonOption = False) -> int:
     """The largest micro batch that fits, plain and at the leanest.
 
     [dim]trainfit ask batch llama-2-7b --device ascend-910b3 --devices 8 --seq-len 4096[/]
     """
-    check_range("--devices", devices, 1, MAX_DEVICES)
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.asking import open_question
         from trainfit.plan.policies import parse_policy
@@ -100,23 +118,15 @@ def batch(
         from trainfit.report.question_view import batches_table
 
         ways = (PLAIN, *(str(parse_policy(text)) for text in policy or ()), LEANEST)
-        asked = open_question(model, device, devices, seq_len, None, memory, precision, optimizer, say)
+        asked = open_question(options, say)
         answer = largest_batches(asked.setting, ways)
     found = {"batches": [each.to_json() for each in answer]}
     return _print(asked, "the largest micro batch that fits", found, batches_table(answer), json=json)
 
 
 @ask.command("devices")
-def devices_(
-    model: ModelArgument,
-    device: DeviceOption = None,
-    seq_len: SeqLenOption = None,
-    memory: MemoryOption = None,
-    precision: PrecisionOption = None,
-    optimizer: OptimizerOption = None,
-    at_most: AtMostOption = 1024,
-    json: JsonOption = False,
-) -> int:
+@_takes("devices", "tokens_per_step")
+def devices_(options: QuestionOptions, *, at_most: AtMostOption = 1024, json: JsonOption = False) -> int:
     """The fewest devices that can train it, all that stays shared among them (ZeRO 3).
 
     [dim]trainfit ask devices llama-2-13b --device ascend-910b3 --seq-len 4096[/]
@@ -127,55 +137,40 @@ def devices_(
         from trainfit.plan.questions import fewest_devices
         from trainfit.report.question_view import devices_view
 
-        asked = open_question(model, device, 1, seq_len, None, memory, precision, optimizer, say)
+        asked = open_question(options, say)
         answer = fewest_devices(asked.setting, sharded_over, at_most=at_most)
     return _print(asked, "the fewest devices", answer.to_json(), devices_view(answer), json=json)
 
 
 @ask.command()
-def savings(
-    model: ModelArgument,
-    device: DeviceOption = None,
-    devices: SharingDevicesOption = 1,
-    seq_len: SeqLenOption = None,
-    micro_batch: MicroBatchOption = 1,
-    memory: MemoryOption = None,
-    precision: PrecisionOption = None,
-    json: JsonOption = False,
-) -> int:
+@_takes("tokens_per_step", "optimizer")
+def savings(options: QuestionOptions, *, micro_batch: MicroBatchOption = 1, json: JsonOption = False) -> int:
     """What each technique saves and costs here: one change at a time against plain training.
 
     [dim]trainfit ask savings llama-2-7b --device ascend-910b3 --devices 8 --seq-len 4096 --micro-batch 4[/]
     """
-    check_range("--devices", devices, 1, MAX_DEVICES)
-    check_range("--micro-batch", micro_batch, 1, min(MAX_ACCUMULATION, MAX_MICRO_BATCH_TOKENS // (seq_len or 1)))
+    check_range(
+        "--micro-batch", micro_batch, 1, min(MAX_ACCUMULATION, MAX_MICRO_BATCH_TOKENS // (options.seq_len or 1))
+    )
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.asking import open_question
         from trainfit.plan.savings import savings as list_savings
         from trainfit.report.question_view import savings_table
 
-        asked = open_question(model, device, devices, seq_len, None, memory, precision, None, say)
+        asked = open_question(options, say)
         plain, rows = list_savings(asked.setting, micro_batch)
     found = {"plain": plain.to_json(), "savings": [row.to_json() for row in rows]}
     return _print(asked, "what each technique saves", found, savings_table(plain, rows), json=json)
 
 
 @ask.command()
-def cards(
-    model: ModelArgument,
-    device: CardsOption,
-    devices: SharingDevicesOption = 1,
-    seq_len: SeqLenOption = None,
-    tokens_per_step: TokensOption = None,
-    precision: PrecisionOption = None,
-    json: JsonOption = False,
-) -> int:
+@_takes("device", "memory", "optimizer")
+def cards(options: QuestionOptions, *, device: CardsOption, json: JsonOption = False) -> int:
     """Devices side by side: the best plan of each for the same step.
 
     [dim]trainfit ask cards llama-2-7b --device ascend-910b3 --device h100 --devices 8 --seq-len 4096 \
 --tokens-per-step 1M[/]
     """
-    check_range("--devices", devices, 1, MAX_DEVICES)
     if len(set(device)) < 2:
         raise RecipeError(
             f"--device names {device[0]} alone; give two or more, such as --device ascend-910b3 --device h100"
@@ -186,9 +181,7 @@ def cards(
         from trainfit.report.question_view import cards_table
 
         names = list(dict.fromkeys(device))
-        each = [
-            open_question(model, name, devices, seq_len, tokens_per_step, None, precision, None, say) for name in names
-        ]
+        each = [open_question(replace(options, device=name), say) for name in names]
         first = each[0].setting
         pairs = [(asked.setting.hardware, asked.every_layout()) for asked in each]
         answer = compare_cards(first.workload, pairs, max_grad_norm=first.max_grad_norm, on_progress=say)

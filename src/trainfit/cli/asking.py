@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from trainfit.cli.ask import QuestionOptions
 from trainfit.cli.setup import Say, choose_budget, choose_precision, find_hardware, open_recipe, open_workload
 from trainfit.plan import Target
 from trainfit.plan.layout import default_layouts
@@ -31,30 +32,22 @@ def sharded_over(devices: int) -> Layout:
     return Layout() if devices == 1 else Layout(Mesh(shard=devices), Zero(3))
 
 
-def open_question(
-    model: str,
-    device: str | None,
-    devices: int,
-    seq_len: int | None,
-    tokens_per_step: str | None,
-    memory: str | None,
-    precision: str | None,
-    optimizer: str | None,
-    say: Say,
-    *,
-    finds_length: bool = False,
-) -> Asked:
+def open_question(options: QuestionOptions, say: Say, *, finds_length: bool = False) -> Asked:
     """finds_length: the sequence length is what is asked for."""
-    recipe = open_recipe(model)
-    hardware = find_hardware(device, recipe, devices)
-    say(f"Building {model}")
-    wanted = parse_bytes(memory) if memory else recipe.memory if recipe else None
+    recipe = open_recipe(options.model)
+    hardware = find_hardware(options.device, recipe, options.devices)
+    say(f"Building {options.model}")
+    wanted = parse_bytes(options.memory) if options.memory else recipe.memory if recipe else None
     budget, budget_notes = choose_budget(wanted, hardware)
-    taken, precision_notes = choose_precision(precision or (recipe.precision if recipe else "auto"), hardware)
-    workload = open_workload(model, recipe, 1 if finds_length and recipe is None else seq_len)
-    variant = parse_variant(optimizer) if optimizer else recipe.optimizer.variant() if recipe else OptimizerVariant()
-    layouts = recipe.layouts(devices) if recipe else default_layouts(devices)
-    tokens = parse_count(tokens_per_step) if tokens_per_step else recipe.tokens_per_step if recipe else None
+    precision = options.precision or (recipe.precision if recipe else "auto")
+    taken, precision_notes = choose_precision(precision, hardware)
+    seq_len = 1 if finds_length and recipe is None else options.seq_len
+    workload = open_workload(options.model, recipe, seq_len)
+    variant = recipe.optimizer.variant() if recipe else OptimizerVariant()
+    variant = parse_variant(options.optimizer) if options.optimizer else variant
+    layouts = recipe.layouts(options.devices) if recipe else default_layouts(options.devices)
+    tokens = recipe.tokens_per_step if recipe else None
+    tokens = parse_count(options.tokens_per_step) if options.tokens_per_step else tokens
     target = Target(
         budget,
         tokens or workload.seq_len * layouts[-1].mesh.data,

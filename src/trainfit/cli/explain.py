@@ -7,22 +7,8 @@ from typing import Annotated
 import typer
 
 from trainfit.cli.console import notes, output, print_json, print_notes, status
-from trainfit.cli.options import (
-    MAX_DEVICES,
-    AttentionOption,
-    CastOption,
-    DeviceOption,
-    JsonOption,
-    MemoryOption,
-    ModelArgument,
-    OffloadOption,
-    OptimizerOption,
-    PrecisionOption,
-    SeqLenOption,
-    SharingDevicesOption,
-    check_range,
-)
-from trainfit.cli.plan import MaxGradNormOption, MayChangeOption, TokensOption, choose_plan, gradient_norm
+from trainfit.cli.options import JsonOption
+from trainfit.cli.planning import PlanOptions, choose_plan, takes_plan
 from trainfit.errors import DoesNotFitError
 from trainfit.units import parse_bytes
 
@@ -32,30 +18,14 @@ KeepOption = Annotated[
 ]
 
 
-def explain(
-    model: ModelArgument,
-    device: DeviceOption = None,
-    devices: SharingDevicesOption = 1,
-    seq_len: SeqLenOption = None,
-    tokens_per_step: TokensOption = None,
-    memory: MemoryOption = None,
-    precision: PrecisionOption = None,
-    optimizer: OptimizerOption = None,
-    cast: CastOption = None,
-    offload: OffloadOption = None,
-    attention: AttentionOption = None,
-    may_change: MayChangeOption = None,
-    max_grad_norm: MaxGradNormOption = None,
-    keep: KeepOption = None,
-    json: JsonOption = False,
-) -> int:
+@takes_plan(compiles=False)
+def explain(options: PlanOptions, *, keep: KeepOption = None, json: JsonOption = False) -> int:
     """Show what a plan's blocks keep, operator by operator: time, bytes, and what keeping it is worth.
 
     The plan is made as `trainfit plan --operators` makes it. Times are the device's own where it is calibrated.
 
     [dim]trainfit explain gpt2 --seq-len 512 --tokens-per-step 64k --memory 6GiB[/]
     """
-    check_range("--devices", devices, 1, MAX_DEVICES)
     room = parse_bytes(keep) if keep else None
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
@@ -63,12 +33,9 @@ def explain(
         from trainfit.report.ledger_view import ledger_view
         from trainfit.step.strategy_text import describe_strategy
 
-        recipe = open_recipe(model)
-        norm = gradient_norm(max_grad_norm, recipe)
-        hardware = find_hardware(device, recipe, devices)
-        changes = tuple(may_change or ())
-        options = (tokens_per_step, memory, precision, changes, optimizer, cast, None, offload, attention, norm)
-        workload, made = choose_plan(model, recipe, seq_len, *options, hardware, say, operators=True)
+        recipe = open_recipe(options.model)
+        hardware = find_hardware(options.device, recipe, options.devices)
+        workload, made = choose_plan(options, recipe, hardware, say, operators=True)
         if not made.fits:
             raise DoesNotFitError(made.reason)
         say("Looking at a block's operators")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from typing import Annotated, Any
@@ -89,6 +89,8 @@ MAX_MICRO_BATCH_TOKENS = 2**30  # beyond it the bytes of an attention matrix pas
 MAX_ACCUMULATION = 2**16
 MAX_STEPS = 10_000
 MAX_DEVICES = 65_536
+
+Verb = Callable[..., int]
 
 
 @dataclass(frozen=True)
@@ -183,13 +185,20 @@ _MESH: dict[str, Any] = {
 }
 
 
-def takes_step(*, mesh: bool) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def takes_step(*, mesh: bool) -> Callable[[Verb], Verb]:
     """Turns verb(options: StepOptions, *, ...) into a command with MODEL, the options of one step and the verb's own.
 
     mesh: whether the step may run on several devices.
     """
-    shared = {**_STEP, **(_MESH if mesh else {})}
-    defaults = {each.name: each.default for each in fields(StepOptions)}
+    return takes(StepOptions, {**_STEP, **(_MESH if mesh else {})})
+
+
+def takes(kind: type[Any], shared: Mapping[str, Any]) -> Callable[[Verb], Verb]:
+    """Turns verb(options, *, ...) into a command with the shared options and the verb's own.
+
+    kind: dataclass of what verbs share, with its defaults. shared: by its field, the option; those that the verb has.
+    """
+    defaults = {each.name: each.default for each in fields(kind)}
     parameters = [
         inspect.Parameter(
             name,
@@ -200,10 +209,10 @@ def takes_step(*, mesh: bool) -> Callable[[Callable[..., int]], Callable[..., in
         for name, annotation in shared.items()
     ]
 
-    def decorate(verb: Callable[..., int]) -> Callable[..., int]:
+    def decorate(verb: Verb) -> Verb:
         @wraps(verb)
         def command(**values: Any) -> int:
-            options = StepOptions(**{name: values.pop(name) for name in shared})
+            options = kind(**{name: values.pop(name) for name in shared})
             return verb(options, **values)
 
         own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
