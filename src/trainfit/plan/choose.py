@@ -23,8 +23,8 @@ from trainfit.plan.reasons import (
     why,
     why_not,
 )
-from trainfit.plan.rehearsals import Rehearsals
-from trainfit.plan.search import Search
+from trainfit.plan.rehearsals import Exact, Rehearsals
+from trainfit.plan.search import Candidate, Search
 from trainfit.plan.space import Point, layout_of, micro_batch_sizes, refusal_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
@@ -79,15 +79,8 @@ def choose(
 
     rehearsals = Rehearsals(search, exact, allowed)
     plain = _plain(len(workload.anatomy().blocks), target, hardware, search, rehearsals)
-    found, before = rehearsals.best()
-    expanded = rehearsals.expanded.get(found.strategy, found)
-    chosen = rehearsals.ahead(expanded)
-    profile = rehearsals.profiles[chosen.strategy]
+    chosen, profile, late_notes = _decided(rehearsals, exact)
     fits = profile.needed_bytes <= allowed
-    operators: tuple[str, ...] = ()
-    if fits and is_wanted(target, hardware) and (better := with_operators(search, chosen, profile, exact)) is not None:
-        operators = operator_notes(*better, profile)
-        chosen, profile = better
     on_progress("weighing what lost")
     return Plan(
         allowed_bytes=allowed,
@@ -104,14 +97,29 @@ def choose(
             *accuracy_note(target, chosen.strategy, tracers.of(target.optimizer).facts.num_trained),
             *tiers_note(chosen.strategy),
             *attention_note(target, chosen.strategy),
-            *allocator_note(before, rehearsals.profiles[expanded.strategy], profile, allowed),
             *compile_note(chosen.strategy, profile, hardware),
             *rehearsals.notes,
-            *operators,
+            *late_notes,
         ),
         binds=binds(chosen, profile),
         more_memory=more_memory(search, chosen, profile) if fits else None,
     )
+
+
+def _decided(rehearsals: Rehearsals, exact: Exact) -> tuple[Candidate, Profile, tuple[str, ...]]:
+    """The best, with what may be settled only then: recompute ahead of time, and operators; its profile; notes."""
+    search, allowed = rehearsals.search, rehearsals.allowed_bytes
+    found, before = rehearsals.best()
+    expanded = rehearsals.expanded.get(found.strategy, found)
+    chosen = rehearsals.ahead(expanded)
+    profile = rehearsals.profiles[chosen.strategy]
+    wanted = profile.needed_bytes <= allowed and is_wanted(search.target, search.hardware)
+    operators: tuple[str, ...] = ()
+    if wanted and (better := with_operators(search, chosen, profile, exact)) is not None:
+        operators = operator_notes(*better, profile)
+        chosen, profile = better
+    segments = allocator_note(before, rehearsals.profiles[expanded.strategy], profile, allowed)
+    return chosen, profile, (*segments, *operators)
 
 
 def _check(workload: Workload, hardware: Hardware, target: Target) -> None:
