@@ -53,11 +53,8 @@ def train(
         from trainfit.cli.progress import TrainingDisplay
         from trainfit.cli.setup import local_device, require_free
         from trainfit.hardware import Launch
-        from trainfit.plan import Plan
         from trainfit.report import plan_view
-        from trainfit.train import RunFolder, recipe_workload
         from trainfit.train import train as run_training
-        from trainfit.train.loop import check_weights
 
         launch = Launch.from_environment()
         settings = _shared_recipe(launch, recipe, overrides or ())
@@ -65,19 +62,9 @@ def train(
         resume = _goes_on(launch, folder) or resume
         device, hardware = local_device(None, settings, launch)
         budgets = launch.gather("budget", str(hardware.usable_bytes))
-        say("Building the model")
-        workload = recipe_workload(settings)
-        if not resume:
-            launch.share("weights", lambda: check_weights(workload))
-        if not resume and launch.is_first:
-            RunFolder(folder).refuse_before_planning()
-
-        def make_plan() -> str:
-            # One plan for all ranks, for the one that has least.
-            least = replace(hardware, count=launch.size, limit_bytes=min(map(int, budgets)))
-            return dumps(_plan(settings, workload, least, plan, resume, say).to_json())
-
-        made = Plan.from_json(loads(launch.share("plan", make_plan)))
+        workload = _checked_workload(launch, settings, folder, resume, say)
+        least = replace(hardware, count=launch.size, limit_bytes=min(map(int, budgets)))
+        made = _shared_plan(launch, settings, workload, least, plan, resume, say)
         require_free(made.predicted.peak_bytes, device, "the planned step")
     console = quiet() if not launch.is_first else notes() if json else output()
     console.print(plan_view(made), "")
@@ -97,6 +84,32 @@ def train(
         console.print("rehearsing the micro batches of the update that was recorded", style="dim")
         predicted = _of_shapes(report, made, settings, workload, hardware)
     return _finish(report, made, predicted, console, json=json) if launch.is_first else INTERRUPTED * report.interrupted
+
+
+def _checked_workload(launch: Launch, settings: Recipe, folder: Path, resume: bool, say: Say) -> Workload:
+    """The model that the recipe describes. What a run could not begin with is said before it is planned."""
+    from trainfit.train import RunFolder, recipe_workload
+    from trainfit.train.loop import check_weights
+
+    say("Building the model")
+    workload = recipe_workload(settings)
+    if not resume:
+        launch.share("weights", lambda: check_weights(workload))
+    if not resume and launch.is_first:
+        RunFolder(folder).refuse_before_planning()
+    return workload
+
+
+def _shared_plan(
+    launch: Launch, settings: Recipe, workload: Workload, hardware: Hardware, path: Path | None, resume: bool, say: Say
+) -> Plan:
+    """One plan for all ranks. hardware: of the one that has least."""
+    from trainfit.plan import Plan
+
+    def make_plan() -> str:
+        return dumps(_plan(settings, workload, hardware, path, resume, say).to_json())
+
+    return Plan.from_json(loads(launch.share("plan", make_plan)))
 
 
 def _shared_recipe(launch: Launch, path: str, overrides: Sequence[str]) -> Recipe:
