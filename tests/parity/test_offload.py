@@ -37,7 +37,7 @@ from trainfit.profile import Offload
 from trainfit.rehearsal import measure, rehearse
 from trainfit.rehearsal.recording import allocations
 from trainfit.step import Strategy, TrainStep, parse_tiers
-from trainfit.techniques import offload
+from trainfit.techniques import offload, offload_saved
 from trainfit.techniques.activation import offload_block, recompute_block
 from trainfit.techniques.offload_pool import Disk, DiskPlace, Pool, Slot, StagedDisk
 
@@ -317,7 +317,7 @@ def test_a_killed_run_leaves_no_file(tmp_path: Path):
 def test_a_tensor_that_is_changed_after_it_was_saved_is_refused():
     """Plain autograd refuses it too; here a copy may have caught either value."""
     place = DiskPlace(DISK)
-    parcel = offload.Parcel(place, tensor := torch.ones(1000))
+    parcel = offload_saved.Parcel(place, tensor := torch.ones(1000))
     tensor.add_(1)
     with pytest.raises(OffloadError, match="changed in place"):
         parcel.leave()

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainfit.errors import RecomputeError
 from trainfit.techniques.deferred import Chain
-from trainfit.techniques.offload import unpack_all
+from trainfit.techniques.offload_saved import unpack_all
 from trainfit.techniques.surroundings import BufferWatch, same_state
 
 if TYPE_CHECKING:

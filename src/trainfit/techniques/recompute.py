@@ -44,7 +44,8 @@ from trainfit.techniques.kept_outputs import (
     ReplayMode,
     versions_of,
 )
-from trainfit.techniques.offload import Shipment, Stash, unpack_all
+from trainfit.techniques.offload import Shipment, Stash
+from trainfit.techniques.offload_saved import unpack_all
 from trainfit.techniques.surroundings import (
     Autocast,
     BufferWatch,
