@@ -84,7 +84,7 @@ def allocations(run: Callable[[], object]) -> list[int]:
 def _memory_events() -> Iterator[list[tuple[int, int]]]:
     """(nanoseconds, bytes) of each allocation and free; the list is filled when the context ends."""
     changes: list[tuple[int, int]] = []
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _quiet_stderr():
         profiler.__enter__()
     try:
