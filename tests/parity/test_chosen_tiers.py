@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from trainfit.hardware import find_device
 from trainfit.hardware.overheads import part_of_step
 from trainfit.operators import BlockGraph, KeptOperators
 from trainfit.plan.op_choice import frontier
-from trainfit.profile import Mesh, Precision, TokenBucket
+from trainfit.profile import Mesh, OptimizerVariant, Precision, TokenBucket
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step import Strategy, build_step
 from trainfit.techniques.activation import recompute_block
@@ -119,6 +120,17 @@ def test_what_was_put_off_by_mistake_runs_when_it_is_asked_for():
     runs, found = recomputed(workload, wrong)
     assert runs["aten.pow.Tensor_Scalar"] == 2 * 4
     assert_equal_to_the_bit(found, expected)
+
+
+def test_statistics_of_half_norms_may_be_put_off():
+    """Of half weights a CPU makes them in half precision, where a meta tensor says fp32."""
+    workload = tiny_workload("gpt2", **DROPOUT["gpt2"])
+    batch, half = random_batch(workload), OptimizerVariant(weights="bf16_kahan")
+    expected = planned_gradients(build(workload, "keep", precision="bf16", optimizer=half), [batch])
+    rules = KeptOperators("chosen_1", (), ("aten.addmm.default#2", "aten.addmm.default#4"))
+    strategy = replace(strategy_of(workload, rules, "bf16"), optimizer=half)
+    step = build_step(workload, strategy, CPU, max_grad_norm=None, model=make_model(workload))
+    assert_equal_to_the_bit(planned_gradients(step, [batch]), expected)
 
 
 class Tripled(nn.Module):

@@ -252,14 +252,16 @@ class _Filler:
         if isinstance(tensor, nn.Parameter):
             return tensor
         region, index = self.region, self.position
-        if index >= len(region.shapes) or region.shapes[index] != (tensor.shape, tensor.dtype):
+        slot = region.slots[index]() if index < len(region.slots) else None
+        # Its dtype may not be that of its value: a CPU gives a norm's statistics that of half weights.
+        is_idle = isinstance(tensor, Deferred) and slot is None
+        if isinstance(tensor, Deferred) and slot is not None:
+            tensor = tensor.value()
+        if index >= len(region.shapes) or (not is_idle and region.shapes[index] != (tensor.shape, tensor.dtype)):
             raise RecomputeError(self._mismatch(tensor, index))
         self.position += 1
-        slot = region.slots[index]()
-        if isinstance(tensor, Deferred):
-            if slot is None:
-                return tensor
-            tensor = tensor.value()
+        if is_idle:
+            return tensor
         tensor = tensor.detach()
         if slot is not None and slot.value is None:
             slot.value = tensor
