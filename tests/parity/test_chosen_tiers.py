@@ -133,6 +133,19 @@ def test_statistics_of_half_norms_may_be_put_off():
     assert_equal_to_the_bit(planned_gradients(step, [batch]), expected)
 
 
+def test_casts_that_are_given_up_after_forward_are_not_kept():
+    """Under cast "block", of the weights of llama's seven matrices: kept ones would have no memory in backward."""
+    workload = tiny_workload("llama")
+    batch = random_batch(workload)
+    casts = tuple(f"aten._to_copy.default#{run}" for run in range(1, 8))
+    expected = planned_gradients(build(workload, "keep", precision="bf16"), [batch])
+    strategy = replace(strategy_of(workload, KeptOperators("chosen_1", casts), "bf16"), cast="block")
+    step = build_step(workload, strategy, CPU, max_grad_norm=None, model=make_model(workload))
+    assert_equal_to_the_bit(planned_gradients(step, [batch]), expected)
+    graph = Tracer(workload, H100, precision="bf16", cast="block").graph(0, 2, "bf16")
+    assert [each.may_store for each in graph.operators if each.key in casts] == [False] * 7
+
+
 class Tripled(nn.Module):
     """Twice what is tripled, and a view or none of it, before it is changed in place."""
 

@@ -7,7 +7,7 @@ one. Tensors are known by their storages: a view is what it is a view of.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,9 +38,10 @@ class _Seen:
 class _Listening(TorchDispatchMode):
     """Follows storages from the operators that make them to those that read them."""
 
-    def __init__(self, block: nn.Module, cost: OperatorCost, rounding: int) -> None:
+    def __init__(self, block: nn.Module, cost: OperatorCost, rounding: int, given_up: Collection[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cost, self.rounding = cost, rounding
+        self._given_up = {_storage(tensor) for tensor in given_up}
         self.seen: list[_Seen] = []
         self.stop = 0  # operators before the last saved tensor
         self._runs: Counter[Any] = Counter()
@@ -88,7 +89,7 @@ class _Listening(TorchDispatchMode):
             num_bytes=sum(self._rounded(tensor) for tensor in fresh.values()),
             inputs=tuple(inputs),
             is_saved=False,
-            may_store=bool(fresh) and not reads_number and makes_its_own(func),
+            may_store=bool(fresh) and not taken & self._given_up and not reads_number and makes_its_own(func),
             may_skip=not runs_anyway,
         )
         self._maker |= dict.fromkeys(fresh, number)
@@ -156,9 +157,18 @@ class _Again(torch.autograd.Function):
         return gradient, None
 
 
-def listen(block: nn.Module, run: Callable[[], Any], cost: OperatorCost, rounding: int) -> BlockGraph:
-    """The graph of what run() does, which calls the block. Enter fake tensors and their kernels before."""
-    listening = _Listening(block, cost, rounding)
+def listen(
+    block: nn.Module,
+    run: Callable[[], Any],
+    cost: OperatorCost,
+    rounding: int,
+    given_up: Collection[Tensor] = (),
+) -> BlockGraph:
+    """The graph of what run() does, which calls the block. Enter fake tensors and their kernels before.
+
+    given_up: weights whose casts have no memory once forward has ended: to keep them keeps nothing.
+    """
+    listening = _Listening(block, cost, rounding, given_up)
 
     def again() -> None:
         with saved_tensors_hooks(listening.pack, lambda tensor: tensor), listening.placed(), listening:

@@ -49,7 +49,7 @@ from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
 from trainfit.techniques.activation import forget_recompute, offload_block, recompute_block
 from trainfit.techniques.attention import AttentionKind
-from trainfit.techniques.block_cast import BlockCasts
+from trainfit.techniques.block_cast import BlockCasts, cast_weights
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
 from trainfit.techniques.compiled import Graphs, compile_block, forget_compile
 from trainfit.techniques.compression import CompressionPlan
@@ -202,8 +202,10 @@ class Tracer:
                     block(*args, **kwargs)
 
             rounding = self.hardware.spec.allocation_granularity
+            by_block = self._settings["cast"] == "block"
+            given_up = [weight for _, _, weight in cast_weights(block)] if by_block else []
             with new_tracker(self.hardware):
-                return listen(block, run, operator_cost(self.hardware), rounding)
+                return listen(block, run, operator_cost(self.hardware), rounding, given_up)
 
     def trace_chosen(
         self,

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.errors import RecomputeError
 from trainfit.techniques.deferred import Chain
@@ -152,10 +153,11 @@ class ReplayMode(OperatorMode):
             return self.chain.put_off(func, args, kwargs or {})
         tensors, kept.tensors = kept.tensors, None
         kept.is_away, is_away = False, kept.is_away  # once: a second recompute runs the operator
-        # An output that was overwritten after its operator ran (an in-place activation) is made again.
+        # An output that was overwritten after its operator ran (an in-place activation) is made again, and so is one
+        # whose memory was given up since (a weight's cast under cast "block").
         if is_away:
             tensors = unpack_all(tensors)
-        elif tensors is None or versions_of(tensors) != kept.versions:
+        elif tensors is None or versions_of(tensors) != kept.versions or _is_emptied(tensors):
             return func(*args, **(kwargs or {}))
         if kept.random_after is not None:
             self.region.plan.random.set_state(kept.random_after)
@@ -205,6 +207,12 @@ def _aliased(tensor: Tensor) -> Tensor:
 
 def _cloned(tensor: Tensor) -> Tensor:
     return tensor.clone()
+
+
+def _is_emptied(tree: Any) -> bool:
+    """Whether a tensor's memory was given up. Of DTensors and the like the parts inside come here."""
+    plain = [leaf for leaf in tree_leaves(tree) if type(leaf) is Tensor or isinstance(leaf, FakeTensor)]
+    return any(tensor.numel() and not tensor.untyped_storage().size() for tensor in plain)
 
 
 def versions_of(tree: Any) -> tuple[int, ...]:
