@@ -17,6 +17,7 @@ from trainfit.rehearsal import measure, rehearse, verify
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.techniques import compiled
 from trainfit.workload import Workload, workload_from_module
+from trainfit.workload.probe import run_fake
 
 DIM, VOCAB_SIZE, SEQ_LEN = 64, 100, 64
 
@@ -173,4 +174,11 @@ def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch):
 def test_evaluation_runs_blocks_as_they_are_written():
     step = build_step(workload(), strategy("keep", "keep", "keep"), CPU, model=make_model(workload()))
     step.evaluate(random_batch(workload()))
+    assert graphs_of(step) == 0
+
+
+def test_a_model_that_is_tried_on_fake_tensors_runs_as_it_is_written():
+    """Kernels would read where no memory is; nor is anything compiled for it."""
+    step = build_step(workload(), strategy("keep", "full", "keep"), CPU, model=make_model(workload()))
+    assert run_fake(step.model, SEQ_LEN).shape == (1, SEQ_LEN, VOCAB_SIZE)
     assert graphs_of(step) == 0

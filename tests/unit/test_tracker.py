@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from trainfit.profile import CATEGORIES
 from trainfit.rehearsal.events import Event, in_place_additions
 from trainfit.rehearsal.operator_cost import OperatorCost
 from trainfit.rehearsal.operators import temporary_bytes
+from trainfit.rehearsal.recording import allocations
 from trainfit.rehearsal.tracker import StorageTracker
 
 KIB = 1024
@@ -267,3 +270,12 @@ def test_adding_another_dtype_casts_on_the_host():
     into, low = torch.zeros(10), torch.zeros(10, dtype=torch.bfloat16)
     assert temporary_bytes(torch.ops.aten.add_.Tensor, (into, low)) == 40
     assert temporary_bytes(torch.ops.aten.add_.Tensor, (into, into)) == 0
+
+
+@pytest.mark.parametrize("name", ["add", "mul_", "div", "sub_"])
+def test_operands_of_two_dtypes_are_cast_inside(name: str):
+    wide, row = torch.ones(128, 64), torch.ones(128, 1)
+    func = getattr(torch.ops.aten, name).Tensor
+    for args in ((wide.bfloat16(), wide), (wide.bfloat16(), row), (wide, row.bfloat16()), (wide, wide)):
+        changes = allocations(partial(func, *args))
+        assert temporary_bytes(func, args) == max(accumulate(changes), default=0) - sum(changes)

@@ -36,7 +36,12 @@ _GLOO_COPIES: Mapping[str, int] = {
     "_c10d_functional::reduce_scatter_tensor": 0,
 }
 _GLOO_GATHER = "_c10d_functional::all_gather_into_tensor"
-_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+# Of two tensors, and whether the result goes into the first.
+_BINARY: Mapping[Any, bool] = {
+    getattr(torch.ops.aten, f"{name}{'_' * in_place}").Tensor: in_place
+    for name in ("add", "sub", "mul", "div")
+    for in_place in (False, True)
+}
 
 
 def fake_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,7 +125,6 @@ def _grouped_mm(first: Tensor, second: Tensor, offsets: Tensor | None = None, *_
 def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """What an operator allocates inside and frees before it returns, on a CPU, where that is known.
 
-    In-place addition of another dtype casts the addend first: TensorIterator does so on CPUs, device kernels do not.
     A CPU's collectives are gloo's.
     """
     name = func._schema.name
@@ -129,6 +133,18 @@ def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in copied)
     if name == _GLOO_GATHER:
         return int(args[0].numel() * args[0].element_size() * args[1])
-    if func is _ADD_IN_PLACE and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
-        return int(args[1].numel() * args[0].element_size())
+    if func in _BINARY:
+        return _cast_bytes(args[0], args[1], in_place=_BINARY[func])
     return scratch_bytes(func, args)
+
+
+def _cast_bytes(first: Any, second: Any, *, in_place: bool) -> int:
+    """Operands of two dtypes are cast to one first, and a result that is not of it last.
+
+    TensorIterator does so on CPUs, device kernels do not (ATen/TensorIterator.cpp, compute_types).
+    """
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.dtype == second.dtype:
+        return 0
+    common = torch.result_type(first, second)
+    cast = [tensor for tensor in (first, second, *([first] * in_place)) if tensor.dtype != common]
+    return sum(tensor.numel() for tensor in cast) * common.itemsize

@@ -202,7 +202,7 @@ class Tracer:
                     block(*args, **kwargs)
 
             rounding = self.hardware.spec.allocation_granularity
-            by_block = self._settings["cast"] == "block"
+            by_block = self.settings["cast"] == "block"
             given_up = [weight for _, _, weight in cast_weights(block)] if by_block else []
             with new_tracker(self.hardware):
                 return listen(block, run, operator_cost(self.hardware), rounding, given_up)
