@@ -204,7 +204,7 @@ def test_chosen_tiers_and_what_they_keep_go_together():
         Strategy(1, tiers=("chosen_1",), kept_operators=(rules,), mesh=Mesh(tensor=2))
     strategy = Strategy(1, tiers=("chosen_1",), kept_operators=(rules,))
     assert Strategy.from_json(strategy.to_json()) == strategy
-    with pytest.raises(RecipeError, match="lack a key or have an unknown one: 'skipped'"):
+    with pytest.raises(RecipeError, match="kept_operators has an unknown key or lacks one: 'skipped'"):
         Strategy.from_json({"micro_batch_size": 1, "kept_operators": [{"tier": "chosen_1", "kept": []}]})
 
 

@@ -45,16 +45,22 @@ from trainfit.step.strategy_rules import (
     check_zero,
 )
 
-# Fields of Strategy that are made of keys themselves.
-_PARTS: Mapping[str, Callable[..., Any]] = {
-    "optimizer": OptimizerVariant,
-    "mesh": Mesh,
-    "zero": Zero,
-    "tensor": TensorParallel,
-    "pipeline": Pipeline,
-    "allocator": AllocatorSettings,
-    "compile": Compile,
-    "offload": Offload,
+# Fields of Strategy that are made of keys themselves, from what JSON has for them.
+_PARTS: Mapping[str, Callable[[Any], Any]] = {
+    "optimizer": lambda data: OptimizerVariant(**data),
+    "mesh": lambda data: Mesh(**data),
+    "zero": lambda data: Zero(**data),
+    "tensor": lambda data: TensorParallel(**data),
+    "pipeline": lambda data: Pipeline(**data),
+    "allocator": lambda data: AllocatorSettings(**data),
+    "compile": lambda data: Compile(**data),
+    "offload": lambda data: Offload(**data),
+    "loss_scale": lambda data: None if data is None else LossScale(**data),
+    "tiers": tuple,
+    "tier_table": lambda data: tuple(TokenBucket(**{**row, "tiers": tuple(row["tiers"])}) for row in data),
+    "kept_operators": lambda data: tuple(
+        KeptOperators(**{**each, "kept": tuple(each["kept"]), "skipped": tuple(each["skipped"])}) for each in data
+    ),
 }
 
 
@@ -165,23 +171,13 @@ class Strategy:
             raise RecipeError(f"unknown strategy key {unknown[0]!r}; known keys are {', '.join(sorted(known))}")
         if "micro_batch_size" not in data:
             raise RecipeError("a strategy has no micro_batch_size; give one, at least 1")
-        try:
-            parts = {name: kind(**data.get(name, {})) for name, kind in _PARTS.items()}
-            if data.get("loss_scale") is not None:
-                parts["loss_scale"] = LossScale(**data["loss_scale"])
-            parts["tier_table"] = tuple(
-                TokenBucket(**{**row, "tiers": tuple(row["tiers"])}) for row in data.get("tier_table", ())
-            )
-            parts["kept_operators"] = tuple(
-                KeptOperators(**{**each, "kept": tuple(each["kept"]), "skipped": tuple(each["skipped"])})
-                for each in data.get("kept_operators", ())
-            )
-        except (TypeError, KeyError) as error:
-            raise RecipeError(
-                f"the strategy's {', '.join((*_PARTS, 'tier_table', 'kept_operators'))} have an unknown key or "
-                f"lack one: {error}"
-            ) from None
-        return cls(**{**data, "tiers": tuple(data.get("tiers", ())), **parts})
+        parts = {}
+        for name, value in data.items():
+            try:
+                parts[name] = _PARTS[name](value) if name in _PARTS else value
+            except (TypeError, KeyError) as error:
+                raise RecipeError(f"the strategy's {name} has an unknown key or lacks one: {error}") from None
+        return cls(**parts)
 
     @property
     def hash(self) -> str:
