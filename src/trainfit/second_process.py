@@ -10,16 +10,16 @@ import multiprocessing
 import os
 import pickle
 import signal
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
-
-_MAX_REQUEST_BYTES = 32 * 1024  # what a pipe takes at once while the other side is busy
 
 
 class SecondProcess:
@@ -28,17 +28,24 @@ class SecondProcess:
     It is spawned: a fork would take the locks of other threads along, and devices that were set up. So the module that
     runs as a script must be importable without running (`if __name__ == "__main__"`). What it cannot be sent, and
     what it has not answered when it dies, is computed here instead: only the time differs.
+
+    NOTE [ Nobody waits for ever ]
+    A pipe that is full stops who writes. A thread over there takes requests as they come, whatever is computed
+    meanwhile, so to submit never waits for an answer that is not read yet, and answers may be read late or never. The
+    same thread sees this process end, however it does, and ends its own. Ctrl-C does not reach it: it is ended from
+    here.
     """
 
-    def __init__(self, modules: Sequence[str] = ()) -> None:
-        """modules: what it imports before it is first asked."""
+    def __init__(self, modules: Sequence[str] = (), begin: Callable[[], object] | None = None) -> None:
+        """modules: what it imports before it is first asked. begin: what it calls before that."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, tuple(modules)), daemon=True)
-        self._process.start()
+        self._process = context.Process(target=_serve, args=(theirs, tuple(modules), begin), daemon=True)
+        with _deaf_to_interrupts():
+            self._process.start()
         theirs.close()
         self._asked = 0
-        self._answers: dict[int, tuple[bool, Any] | None] = {}
+        self._answers: list[tuple[bool, Any] | None] = []
 
     def submit(self, function: Callable[..., Answer], *args: Any, **kwargs: Any) -> Callable[[], Answer]:
         """Begin function(*args, **kwargs), a function at the top of a module; call what is returned for its answer.
@@ -53,14 +60,12 @@ class SecondProcess:
             request = pickle.dumps((function, [pickle.dumps(each) for each in args], kwargs))
         except Exception:  # pickle raises whatever an object's own methods do
             return here
-        if len(request) > _MAX_REQUEST_BYTES:
-            return here
         try:
-            self._pipe.send_bytes(request)
+            with self._ended_by_errors():
+                self._pipe.send_bytes(request)
+                number, self._asked = self._asked, self._asked + 1
         except OSError:
             return here
-        number = self._asked
-        self._asked += 1
 
         def answer() -> Answer:
             found = self._answer(number)
@@ -81,11 +86,26 @@ class SecondProcess:
 
     def _answer(self, number: int) -> tuple[bool, Any] | None:
         while len(self._answers) <= number:
-            answer = None
-            with suppress(EOFError, OSError):
-                answer = pickle.loads(self._pipe.recv_bytes())
-            self._answers[len(self._answers)] = answer
+            with self._ended_by_errors():
+                self._answers.append(self._received())
         return self._answers[number]
+
+    def _received(self) -> tuple[bool, Any] | None:
+        """The next answer; None where it has ended."""
+        try:
+            answer: tuple[bool, Any] | None = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return answer
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """An interrupt may leave half a message, or an answer without its number."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
 def submit(
@@ -97,23 +117,45 @@ def submit(
     return beside.submit(function, *args, **kwargs)
 
 
-def _serve(pipe: Connection, modules: Sequence[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
-    if "TRAINFIT_DEBUG" not in os.environ:
-        warnings.simplefilter("ignore")
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """A process that is started meanwhile has SIGINT blocked for good, from its first instruction on."""
+    resource_tracker.ensure_running()  # start() would, which unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve(pipe: Connection, modules: Sequence[str], begin: Callable[[], object] | None) -> None:
+    requests: SimpleQueue[bytes] = SimpleQueue()
+    Thread(target=_take, args=(pipe, requests), daemon=True).start()
+    if begin is not None:
+        begin()
     for module in modules:
         importlib.import_module(module)
-    while True:
-        try:
-            function, args, kwargs = pickle.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            return
-        pipe.send_bytes(_answered(function, [_loaded(each) for each in args], kwargs))
+    with suppress(OSError):  # who asked has ended
+        while True:
+            pipe.send_bytes(_answered(requests.get()))
 
 
-def _answered(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """(True, what it gave), (False, what it raised), or None where that cannot be sent."""
+def _take(pipe: Connection, requests: SimpleQueue[bytes]) -> None:
+    """See NOTE [ Nobody waits for ever ]."""
+    with suppress(EOFError, OSError):
+        while True:
+            requests.put(pipe.recv_bytes())
+    os._exit(0)
+
+
+def _answered(request: bytes) -> bytes:
+    """(True, what it gave), (False, what it raised), or None where one of them or the request cannot be sent."""
     answer: tuple[bool, Any]
+    try:
+        function, args, kwargs = pickle.loads(request)
+        args = [_loaded(each) for each in args]
+    except Exception:  # of a module that only who asks has
+        return pickle.dumps(None)
     try:
         answer = True, function(*args, **kwargs)
     except Exception as error:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from types import FrameType, ModuleType
 
 import pytest
 
@@ -22,6 +26,10 @@ def where(value: int) -> tuple[int, int]:
 
 def refused() -> None:
     raise RecipeError("no such thing; give another")
+def echo(data: bytes) -> tuple[int, bytes]:
+    return os.getpid(), data
+
+
 
 
 def unsendable() -> object:
@@ -58,7 +66,76 @@ def test_what_it_raises_is_raised_here_and_the_next_is_answered(beside):
 def test_what_cannot_be_sent_is_computed_here(beside):
     assert beside.submit(lambda: os.getpid())() == os.getpid()
     assert callable(beside.submit(unsendable)())
-    assert beside.submit(len, b"x" * 100_000)() == 100_000  # more than a pipe takes at once
+
+
+def test_what_only_this_process_can_import_is_computed_here(beside, monkeypatch):
+    module = ModuleType("only_here")
+    exec("import os\ndef where(): return os.getpid()", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    assert beside.submit(module.where)() == os.getpid()
+    assert beside.submit(where, 1)()[0] != os.getpid(), "it goes on"
+
+
+def test_what_a_pipe_cannot_hold_waits_for_nobody(beside):
+    """Unless requests were taken while an answer waits to be read, both processes would wait for each other."""
+    large = b"x" * 2**20
+    answers = [beside.submit(echo, large) for _ in range(4)]
+    for answer in answers:
+        process, data = answer()
+        assert process != os.getpid()
+        assert data == large
+
+
+def test_ctrl_c_does_not_reach_it():
+    process = SecondProcess()
+    os.kill(process._process.pid, signal.SIGINT)  # while it starts
+    assert process.submit(where, 1)()[0] == process._process.pid
+    process.close()
+
+
+def test_an_interrupted_answer_is_not_taken_for_the_next_one():
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    process = SecondProcess()
+    slow, after = process.submit(time.sleep, 60), process.submit(where, 2)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            slow()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert after() == (os.getpid(), 4)
+    assert process._process.exitcode == -signal.SIGKILL
+
+
+ASKING = """
+import os, time
+from trainfit.second_process import SecondProcess
+process = SecondProcess()
+assert process.submit(os.getpid)() != os.getpid()
+process.submit(time.sleep, 60)
+print("asked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_it_ends_without_a_word_when_who_asks_is_killed():
+    """Both have the same output, which ends with the last of them."""
+    asking = subprocess.Popen(
+        [sys.executable, "-c", ASKING],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert asking.stdout is not None
+    assert asking.stdout.readline() == "asked\n"
+    asking.kill()
+    began = time.monotonic()
+    assert asking.communicate()[0] == ""
+    assert time.monotonic() - began < 20
 
 
 def test_an_argument_that_is_given_again_is_the_same_object_there(beside):

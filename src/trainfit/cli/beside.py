@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trainfit.cli.console import debugging, hush
 from trainfit.second_process import SecondProcess
 
 _is_command = False
@@ -24,7 +25,7 @@ def second_process(devices: int) -> Iterator[SecondProcess | None]:
     if not _is_command or devices == 1 or len(os.sched_getaffinity(0)) == 1:
         yield None
         return
-    process = SecondProcess(("trainfit.plan",))
+    process = SecondProcess(("trainfit.plan",), begin=None if debugging() else hush)
     try:
         yield process
     finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,12 @@ DEBUG_VARIABLE = "TRAINFIT_DEBUG"
 def debugging() -> bool:
     """Whether the user asked for tracebacks and warnings."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+
+
+def hush() -> None:
+    """No warnings of libraries between our lines."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
 
 
 def output() -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
@@ -16,7 +15,7 @@ import typer
 from trainfit import __version__
 from trainfit.cli.ask import ask
 from trainfit.cli.beside import runs_as_command
-from trainfit.cli.console import debugging, print_error
+from trainfit.cli.console import debugging, hush, print_error
 from trainfit.cli.devices import devices
 from trainfit.cli.explain import explain as explain_blocks
 from trainfit.cli.export import export
@@ -118,6 +117,5 @@ def _quiet() -> Iterator[None]:
         return
     _set_unset(_QUIET_LIBRARIES)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.getLogger("torch").setLevel(logging.ERROR)
+        hush()
         yield
