@@ -15,7 +15,9 @@ from tiny_models import TINY_CONFIGS
 from trainfit.errors import RecipeError
 from trainfit.hardware import find_device
 from trainfit.plan import Target, choose
+from trainfit.plan.sketch import _trace
 from trainfit.profile import Layout, Mesh, Pipeline, TensorParallel
+from trainfit.rehearsal.trace import Tracer
 from trainfit.second_process import SecondProcess, submit
 from trainfit.workload import workload_from_config
 
@@ -24,12 +26,12 @@ def where(value: int) -> tuple[int, int]:
     return os.getpid(), 2 * value
 
 
-def refused() -> None:
-    raise RecipeError("no such thing; give another")
 def echo(data: bytes) -> tuple[int, bytes]:
     return os.getpid(), data
 
 
+def refused() -> None:
+    raise RecipeError("no such thing; give another")
 
 
 def unsendable() -> object:
@@ -177,3 +179,18 @@ def test_a_plan_is_the_same_with_one(beside, mesh: Mesh, monkeypatch):
     assert shared.to_json() == alone.to_json()
     assert ("rehearse" in asked) == (mesh.pipeline > 1)
     assert asked.count("_trace") == mesh.tensor  # of two sequences, and of a tensor rank's part
+
+
+def test_what_is_traced_is_of_the_hardware_and_the_workload_that_were_asked_for():
+    workload = workload_from_config(TINY_CONFIGS["llama"], seq_len=64, name="tiny-llama")
+    asked = (1, "bf16", (1,))
+
+    def check(device: str) -> None:
+        tracer = Tracer(workload, find_device(device), precision="bf16", tiers=("keep",))
+        found = _trace(workload, tracer.hardware, tracer.variant, tracer.settings, None, *asked)
+        assert found == tracer.trace(*asked, accumulates=True)
+
+    check("h100")
+    check("ascend-910b3")
+    workload = workload.with_seq_len(32)  # which begins with what is known of the longer one
+    check("ascend-910b3")

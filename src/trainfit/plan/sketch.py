@@ -124,13 +124,14 @@ def _trace(
     *args: Any,
 ) -> ModelTrace | None:
     """In another process: what a tracer like that gives there, which is made once."""
-    made = workload.memo.setdefault("tracers", {})
-    key = repr((variant, settings))
-    if key not in made:
-        made[key] = Tracer(workload, hardware, variant, **settings)
+    key = "tracer", repr((variant, settings))
+    tracer: Tracer | None = workload.memo.get(key)
+    # A copy's memo begins with that of the workload it was copied from.
+    if tracer is None or tracer.workload is not workload or tracer.hardware != hardware:
+        tracer = workload.memo[key] = Tracer(workload, hardware, variant, **settings)
     if split is None:
-        return made[key].trace(*args, accumulates=True)  # type: ignore[no-any-return]
-    return made[key].split_trace(*split, *args, accumulates=True)  # type: ignore[no-any-return]
+        return tracer.trace(*args, accumulates=True)
+    return tracer.split_trace(*split, *args, accumulates=True)
 
 
 def _constant_parts(whole: BlockTrace, split: BlockTrace, ranks: int) -> list[float]:
