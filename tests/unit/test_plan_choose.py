@@ -15,7 +15,7 @@ from trainfit.errors import DeviceError, RecipeError
 from trainfit.hardware import accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
 from trainfit.plan.reasons import allocator_note
-from trainfit.plan.rehearsals import Rehearsals
+from trainfit.plan.rehearsals import _PASSES, Rehearsals
 from trainfit.plan.search import Candidate, Search, best_of_each
 from trainfit.plan.space import micro_batch_sizes
 from trainfit.plan.variants import MUST_WIN, Tracers, weight_of
@@ -341,15 +341,19 @@ def test_expandable_segments_are_taken_where_only_fragmentation_is_too_much():
 
 
 @pytest.mark.parametrize(
-    ("more_excess", "a_block", "rehearsed", "taken"),
-    [(0, 0.1, [1], 1), (80, 0.1, [1, 2], 2), (200, 0.1, [1], 3), (0, 0.001, [], 3)],
-    ids=["fits", "the next one fits", "does not fit", "nothing to win"],
+    ("more_excess", "a_block", "passes", "rehearsed", "taken"),
+    [
+        *((0, 0.1, 0, [1], 1), (80, 0.1, 0, [1, 2], 2), (200, 0.1, 0, [1], 3)),
+        *((0, 0.001, 0, [], 3), (80, 0.1, _PASSES - 4, [1], 3), (0, 0.1, _PASSES - 3, [], 3)),
+    ],
+    ids=["fits", "the next one fits", "does not fit", "nothing to win", "enough for one", "enough was rehearsed"],
 )
 def test_the_best_is_solved_again_in_the_room_that_its_rehearsal_leaves(
-    more_excess: int, a_block: float, rehearsed: list[int], taken: int
+    more_excess: int, a_block: float, passes: int, rehearsed: list[int], taken: int
 ):
     """Of 1000 bytes; a block kept takes 100 and saves a_block seconds of ten. The best recomputes three of four blocks,
-    and needs 50 bytes more than the fast model says; those that recompute fewer need more_excess besides."""
+    and needs 50 bytes more than the fast model says; those that recompute fewer need more_excess besides. passes: what
+    rehearsals took before."""
     hardware, case = find_device("h100"), SimpleNamespace(point=SimpleNamespace(kind="one"))
     profile = rehearse(LLAMA, Strategy(1, tiers=("keep",) * 4), hardware)
 
@@ -370,6 +374,7 @@ def test_the_best_is_solved_again_in_the_room_that_its_rehearsal_leaves(
         hardware=hardware,
         emitted=[],
         layouts=(Layout(), Layout()),
+        tracers=SimpleNamespace(workload=LLAMA),
         excess_of=lambda point: 50,
         learn=lambda found, excess: None,
         solve=lambda point, room: next((one for one in map(candidate, range(5)) if one.peak_bytes <= room), None),
@@ -381,6 +386,7 @@ def test_the_best_is_solved_again_in_the_room_that_its_rehearsal_leaves(
     assert tried[1:] == rehearsed
     assert found.strategy.tiers.count("full") == taken
 
+    rehearsals._passes = passes
 
 def test_a_target_keeps_its_allocator_settings():
     settled = target("23MiB", allocator=AllocatorSettings(max_split_size_mb=64))

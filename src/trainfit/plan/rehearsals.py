@@ -62,10 +62,8 @@ class Rehearsals:
     def _rehearse_all(self) -> None:
         """Until nothing that is left can win, or enough has been rehearsed."""
         for candidate in self._candidates():
-            passes = block_passes(self.search.tracers.workload, candidate.strategy)
-            if self._good and self._passes + passes > _PASSES:
+            if not self._takes_passes(candidate):
                 break
-            self._passes += passes
             if (profile := self._rehearse(candidate)) is None:
                 continue
             if profile.needed_bytes <= self.allowed_bytes:
@@ -73,16 +71,26 @@ class Rehearsals:
             if len(self._good) == _FITTING or self._rehearsed >= _ATTEMPTS:
                 break
 
+    def _takes_passes(self, candidate: Candidate) -> bool:
+        """Whether its rehearsal stays within _PASSES, which it then has taken. It always may until one fits."""
+        passes = block_passes(self.search.tracers.workload, candidate.strategy)
+        if self._good and self._passes + passes > _PASSES:
+            return False
+        self._passes += passes
+        return True
+
     def _with_all_room(self, best: Candidate) -> Candidate:
         """Its point solved once more, in the room that its rehearsal has left: what is too little to be offered to the
-        whole search may still be a block's. Rehearsed only where the fast model finds enough to win."""
+        whole search may still be a block's. Rehearsed only where the fast model finds enough to win, within _PASSES."""
         profile = self.profiles[self.expanded.get(best.strategy, best).strategy]
         excess = profile.needed_bytes - best.peak_bytes
         for _ in range(_REFINEMENTS):
             found = self.search.solve(best.point, self.allowed_bytes - excess)
             if found is None or found.strategy in self.profiles:
                 break
-            if found.weighed_seconds > _WORTH_ROOM * best.weighed_seconds or (made := self._rehearse(found)) is None:
+            if found.weighed_seconds > _WORTH_ROOM * best.weighed_seconds or not self._takes_passes(found):
+                break
+            if (made := self._rehearse(found)) is None:
                 break
             self.search.emitted.append(found)
             if made.needed_bytes <= self.allowed_bytes and self._weighed(found) < self._weighed(best):
