@@ -14,6 +14,7 @@ from tiny_models import TINY_CONFIGS
 from trainfit.errors import DeviceError, RecipeError
 from trainfit.hardware import accelerator, find_device, this_machine
 from trainfit.plan import Plan, Target, choose
+from trainfit.plan.choose import _decided
 from trainfit.plan.reasons import allocator_note
 from trainfit.plan.rehearsals import _PASSES, Rehearsals
 from trainfit.plan.search import Candidate, Search, best_of_each
@@ -304,7 +305,7 @@ def test_fp16_on_a_device_whose_fused_adamw_does_not_skip():
         choose(SMALL, card, few("4GiB", precision="fp16"))
 
 
-def test_expandable_segments_are_taken_where_only_fragmentation_is_too_much():
+def test_expandable_segments_are_taken_where_only_fragmentation_is_too_much(monkeypatch: pytest.MonkeyPatch):
     """The caching allocator's usual segments hold 13 % more than is in use here, expandable ones 3 %."""
     workload, hardware = LLAMA.with_seq_len(512), find_device("h100")
     strategy = Strategy(16, tiers=("keep",) * 4)
@@ -332,6 +333,9 @@ def test_expandable_segments_are_taken_where_only_fragmentation_is_too_much():
     (note,) = allocator_note(usual, profile, profile, allowed)
     assert note.startswith("expandable segments: with PyTorch's default ones")
     assert format_bytes(usual.needed_bytes - allowed) in note
+    smallest = replace(rehearsals.expanded[strategy], strategy=strategy)
+    monkeypatch.setattr(rehearsals, "best", lambda: (smallest, profile))  # where nothing else was found to fit
+    assert _decided(rehearsals, exact)[1:] == (profile, (note,))
     later = replace(profile, reserved_bytes=profile.reserved_bytes - 2**20)  # as chosen operators may need
     (note,) = allocator_note(usual, profile, later, allowed)
     assert note.endswith(f"{format_bytes(later.needed_bytes)} with what was chosen after that")
@@ -370,11 +374,11 @@ def test_the_best_is_solved_again_in_the_room_that_its_rehearsal_leaves(
         return replace(profile, peak_bytes=needs, reserved_bytes=0, step_seconds=fast.step_seconds)
 
     search: Any = SimpleNamespace(
+        tracers=SimpleNamespace(workload=LLAMA),
         target=few("4GiB", allocator=AllocatorSettings()),
         hardware=hardware,
         emitted=[],
         layouts=(Layout(), Layout()),
-        tracers=SimpleNamespace(workload=LLAMA),
         excess_of=lambda point: 50,
         learn=lambda found, excess: None,
         solve=lambda point, room: next((one for one in map(candidate, range(5)) if one.peak_bytes <= room), None),
@@ -382,11 +386,11 @@ def test_the_best_is_solved_again_in_the_room_that_its_rehearsal_leaves(
     rehearsals = Rehearsals(search, exact, 1000)
     best = candidate(3)
     rehearsals.consider(best, exact(best.strategy))
+    rehearsals._passes = passes
     found = rehearsals._with_all_room(best)
     assert tried[1:] == rehearsed
     assert found.strategy.tiers.count("full") == taken
 
-    rehearsals._passes = passes
 
 def test_a_target_keeps_its_allocator_settings():
     settled = target("23MiB", allocator=AllocatorSettings(max_split_size_mb=64))

@@ -109,7 +109,8 @@ def choose(
 def _decided(rehearsals: Rehearsals, exact: Exact) -> tuple[Candidate, Profile, tuple[str, ...]]:
     """The best, with what may be settled only then: recompute ahead of time, and operators; its profile; notes."""
     search, allowed = rehearsals.search, rehearsals.allowed_bytes
-    found, before = rehearsals.best()
+    found, _ = rehearsals.best()
+    before = rehearsals.profiles[found.strategy]
     expanded = rehearsals.expanded.get(found.strategy, found)
     chosen = rehearsals.ahead(expanded)
     profile = rehearsals.profiles[chosen.strategy]
