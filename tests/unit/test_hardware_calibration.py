@@ -12,7 +12,7 @@ from trainfit.errors import DeviceError
 from trainfit.hardware import accelerator, microbenchmarks
 from trainfit.hardware.calibration import Calibration, Table
 from trainfit.hardware.calibration_store import calibration_path, load_calibration, save_calibration
-from trainfit.hardware.microbenchmarks import Grids
+from trainfit.hardware.microbenchmarks import Grids, Stopwatch
 
 AXES = ((16.0, 256.0, 4096.0), (16.0, 64.0), (8.0, 32.0, 128.0))
 POSITIONS = [(i, j, k) for i in range(3) for j in range(2) for k in range(3)]
@@ -158,3 +158,17 @@ def test_matmuls_that_should_take_long_are_not_made(monkeypatch):
     table = Table.grown((sizes,) * 3, measured)
     assert table.at(64, 64, 64) == pytest.approx(1e-3 * 64**3)
     assert table.at(1, 1, 64) == pytest.approx(0.064)
+
+
+@pytest.mark.parametrize(("is_device", "expected"), [(True, 1e-3), (False, 2.0)])
+def test_a_devices_first_call_which_loads_the_kernel_is_not_timed(is_device, expected):
+    """A host's long call is timed once."""
+    made = [0.0]
+
+    def call() -> None:
+        made.append(made[-1] + (2.0 if len(made) == 1 else 1e-3))
+
+    device = SimpleNamespace(kind="cuda", is_beside_host=is_device, synchronize=lambda: None)
+    watch = Stopwatch(device)
+    watch.now = lambda: made[-1]
+    assert watch.seconds([call]) == pytest.approx(expected)

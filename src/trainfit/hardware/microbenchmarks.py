@@ -102,9 +102,9 @@ class Stopwatch:
         """
         num_kept = max(1, min(_MAX_COPIES, min(pool_bytes, POOL_BYTES) // max(1, num_bytes)))
         kept: deque[Any] = deque(maxlen=num_kept)
-        # The first call of a shape may build its kernel; of a long one that is little.
         once = self._sample(calls[0], 1, kept)
-        if once > _LONGEST_SECONDS:
+        # A device builds or loads the kernel of a shape at its first call, and its library at the first of all.
+        if once > _LONGEST_SECONDS and not self.device.is_beside_host:
             return once
         if once < _LONG_SECONDS:
             kept.append(calls[1 % len(calls)]())
