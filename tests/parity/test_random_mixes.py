@@ -198,8 +198,7 @@ def draw(rng: random.Random, num_blocks: int) -> Mix | None:
     """None where a rule is against it."""
     family = rng.choice([family for family in FAMILIES if num_blocks < DEEP or family != "gemma2"])
     seq_len = rng.choice((96, 128))
-    settings = {name: usually_first(rng, values) for name, values in SETTINGS.items()}
-    settings["optimizer"] = OptimizerVariant(**{k: usually_first(rng, values) for k, values in OPTIMIZER.items()})
+    settings = settings_of(rng)
     has_table = rng.random() < 0.15
     settings["tiers"] = tiers = tiers_of(rng, num_blocks, SWITCHED if has_table else ALL_TIERS)
     if has_table:
