@@ -15,10 +15,13 @@ from tiny_models import TINY_CONFIGS
 from trainfit.errors import RecipeError
 from trainfit.hardware import find_device
 from trainfit.plan import Target, choose
+from trainfit.plan.judged import judged
 from trainfit.plan.sketch import _trace
 from trainfit.profile import Layout, Mesh, Pipeline, TensorParallel
+from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.trace import Tracer
 from trainfit.second_process import SecondProcess, submit
+from trainfit.step import Strategy, parse_tiers
 from trainfit.workload import workload_from_config
 
 
@@ -194,3 +197,17 @@ def test_what_is_traced_is_of_the_hardware_and_the_workload_that_were_asked_for(
     check("ascend-910b3")
     workload = workload.with_seq_len(32)  # which begins with what is known of the longer one
     check("ascend-910b3")
+
+
+def test_the_last_stage_is_judged_whoever_rehearses_it(beside):
+    """Head, loss and logits make it the larger one here."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": 8192}
+    workload = workload_from_config({**TINY_CONFIGS["llama"], **sizes}, seq_len=64, name="tiny-llama")
+    hardware = find_device("ascend-910b3", 2)
+    strategy = Strategy(32, 4, "bf16", parse_tiers("keep", 2), mesh=Mesh(pipeline=2), pipeline=Pipeline())
+    first, last = (rehearse(workload, strategy, hardware, rank=rank) for rank in (0, 1))
+    assert last.needed_bytes > first.needed_bytes
+    for other in (None, beside):
+        found = judged(workload, strategy, hardware, beside=other)
+        assert (found.rank, found.needed_bytes) == (1, last.needed_bytes)
+        assert found.step_seconds == max(first.step_seconds, last.step_seconds)
