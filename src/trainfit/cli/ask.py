@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,16 +15,11 @@ from trainfit.cli.options import (
     MAX_MICRO_BATCH_TOKENS,
     MAX_SEQ_LEN,
     POLICY_NAMES,
-    DeviceOption,
     JsonOption,
-    MemoryOption,
-    ModelArgument,
-    OptimizerOption,
-    PrecisionOption,
-    SeqLenOption,
-    SharingDevicesOption,
+    QuestionOptions,
     Verb,
     check_range,
+    question_options,
     takes,
 )
 from trainfit.errors import RecipeError
@@ -49,33 +44,7 @@ CardsOption = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class QuestionOptions:
-    """What questions share, as the command line asks for it; None where nothing was said."""
-
-    model: str
-    device: str | None = None
-    devices: int = 1
-    seq_len: int | None = None
-    tokens_per_step: str | None = None
-    memory: str | None = None
-    precision: str | None = None
-    optimizer: str | None = None
-
-    def __post_init__(self) -> None:
-        check_range("--devices", self.devices, 1, MAX_DEVICES)
-
-
-_SHARED: dict[str, Any] = {
-    "model": ModelArgument,
-    "device": DeviceOption,
-    "devices": SharingDevicesOption,
-    "seq_len": SeqLenOption,
-    "tokens_per_step": TokensOption,
-    "memory": MemoryOption,
-    "precision": PrecisionOption,
-    "optimizer": OptimizerOption,
-}
+_SHARED = question_options(TokensOption)
 
 
 def _takes(*left_out: str) -> Callable[[Verb], Verb]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainfit.cli.ask import QuestionOptions
+from trainfit.cli.options import QuestionOptions
 from trainfit.cli.setup import Say, choose_budget, choose_precision, find_hardware, open_recipe, open_workload
 from trainfit.plan import Target
 from trainfit.plan.layout import default_layouts

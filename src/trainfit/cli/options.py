@@ -193,6 +193,37 @@ def takes_step(*, mesh: bool) -> Callable[[Verb], Verb]:
     return takes(StepOptions, {**_STEP, **(_MESH if mesh else {})})
 
 
+@dataclass(frozen=True)
+class QuestionOptions:
+    """What plans and questions share, as the command line asks for it; None where nothing was said."""
+
+    model: str
+    device: str | None = None
+    devices: int = 1
+    seq_len: int | None = None
+    tokens_per_step: str | None = None
+    memory: str | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        check_range("--devices", self.devices, 1, MAX_DEVICES)
+
+
+def question_options(tokens_per_step: Any) -> dict[str, Any]:
+    """Of QuestionOptions by field. tokens_per_step: its option, since questions have a default that plans have not."""
+    return {
+        "model": ModelArgument,
+        "device": DeviceOption,
+        "devices": SharingDevicesOption,
+        "seq_len": SeqLenOption,
+        "tokens_per_step": tokens_per_step,
+        "memory": MemoryOption,
+        "precision": PrecisionOption,
+        "optimizer": OptimizerOption,
+    }
+
+
 def takes(kind: type[Any], shared: Mapping[str, Any]) -> Callable[[Verb], Verb]:
     """Turns verb(options, *, ...) into a command with the shared options and the verb's own.
 

@@ -10,20 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainfit.cli.options import (
-    MAX_DEVICES,
     AttentionOption,
     CastOption,
     CompileOption,
-    DeviceOption,
-    MemoryOption,
-    ModelArgument,
     OffloadOption,
-    OptimizerOption,
-    PrecisionOption,
-    SeqLenOption,
-    SharingDevicesOption,
+    QuestionOptions,
     Verb,
-    check_range,
+    question_options,
     takes,
 )
 from trainfit.errors import RecipeError
@@ -50,26 +43,15 @@ MaxGradNormOption = Annotated[
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(QuestionOptions):
     """A plan as the command line asks for it; None where nothing was said."""
 
-    model: str
-    device: str | None = None
-    devices: int = 1
-    seq_len: int | None = None
-    tokens_per_step: str | None = None
-    memory: str | None = None
-    precision: str | None = None
-    optimizer: str | None = None
     cast: str | None = None
     compile: str | None = None
     offload: str | None = None
     attention: str | None = None
     may_change: list[str] | None = None
     max_grad_norm: str | None = None
-
-    def __post_init__(self) -> None:
-        check_range("--devices", self.devices, 1, MAX_DEVICES)
 
     def gradient_norm(self, recipe: Recipe | None) -> float | None:
         """What gradients are clipped by; None for nothing. Raises RecipeError for what is no such norm."""
@@ -104,14 +86,7 @@ class PlanOptions:
 
 
 _PLAN: dict[str, Any] = {
-    "model": ModelArgument,
-    "device": DeviceOption,
-    "devices": SharingDevicesOption,
-    "seq_len": SeqLenOption,
-    "tokens_per_step": TokensOption,
-    "memory": MemoryOption,
-    "precision": PrecisionOption,
-    "optimizer": OptimizerOption,
+    **question_options(TokensOption),
     "cast": CastOption,
     "compile": CompileOption,
     "offload": OffloadOption,
