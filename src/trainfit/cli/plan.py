@@ -64,18 +64,17 @@ def plan(
     [dim]trainfit plan gpt2 --seq-len 512 --tokens-per-step 64k --export deepspeed > ds_config.json[/]
     """
     check_page(html)
-    policies = _policies(compare, policy)
     exports = Exports(tuple(dict.fromkeys(export or ())), export_to)
     if not json:
         exports.check_stdout()
-    made, rows, exported = _planned(options, policies, operators, exports)
+    made, rows, exported = _planned(options, compare, policy, operators, exports)
     paths = exports.write(exported)
     if html is not None:
         from trainfit.report import plan_page
 
         write_page(html, plan_page(made, rows))
     if json:
-        compared = {"policies": [row.to_json() for row in rows]} if policies else {}
+        compared = {"policies": [row.to_json() for row in rows]} if compare or policy else {}
         print_json(made.to_json() | compared | exports_json(exported, paths))
     elif not exports.fill_stdout:
         _show(made, rows)
@@ -87,13 +86,17 @@ def plan(
 
 
 def _planned(
-    options: PlanOptions, policies: list[Policy], operators: bool | None, exports: Exports
+    options: PlanOptions, compare: bool, named: list[str] | None, operators: bool | None, exports: Exports
 ) -> tuple[Plan, tuple[PolicyResult, ...], list[Any]]:
-    """The plan, the policies beside it, and what is exported of it."""
+    """The plan, the policies beside it, and what is exported of it.
+
+    Whatever imports torch comes after the second process has begun to.
+    """
     with second_process(options.devices) as beside, status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe
         from trainfit.plan.compare import compare_policies
 
+        policies = _policies(compare, named)
         recipe = open_recipe(options.model)
         if policies and recipe is not None and recipe.per_batch is not None:
             raise RecipeError("policies are not compared with a table of tiers; leave per_batch out, or --compare")
