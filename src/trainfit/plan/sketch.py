@@ -23,6 +23,7 @@ from trainfit.second_process import SecondProcess
 from trainfit.workload import Workload
 
 T = TypeVar("T", BlockTrace, ShellTrace)
+_Blocks = Mapping[tuple[int, Tier], BlockTrace]
 _Split = tuple[int, TensorParallel]  # how many tensor ranks, and how they work together
 _FEW, _MORE = 2, 4  # chunks of the loss
 
@@ -47,6 +48,7 @@ class Sketch:
         chunks = (1, _FEW, _MORE) if tracer.facts.can_chunk and tokens >= _MORE else (1,)
         self._tracer, self._precision = tracer, precision
         self._wholes: dict[object, Mapping[tuple[int, Tier], list[float]]] = {}
+        self._lines: dict[object, _Blocks] = {}  # by micro batch, and by tensor ranks
         setting = tracer.workload, tracer.hardware, tracer.variant, tracer.settings
         self._begun: dict[_Split | None, Callable[[], ModelTrace | None]] = {}
         if beside is not None and not tracer.compiled.blocks:
@@ -66,14 +68,16 @@ class Sketch:
     def shared_bytes(self) -> int:
         return self._one.shared_bytes
 
-    def blocks(self, size: int) -> Mapping[tuple[int, Tier], BlockTrace]:
-        one, two = self._one.blocks, self._two.blocks
-        return {key: _line(one[key], two[key], size) for key in one}
+    def blocks(self, size: int) -> _Blocks:
+        if size not in self._lines:
+            one, two = self._one.blocks, self._two.blocks
+            self._lines[size] = {key: _line(one[key], two[key], size) for key in one}
+        return self._lines[size]
 
-    def split_blocks(
-        self, size: int, ranks: int, setting: TensorParallel, most_ranks: int
-    ) -> Mapping[tuple[int, Tier], BlockTrace] | None:
+    def split_blocks(self, size: int, ranks: int, setting: TensorParallel, most_ranks: int) -> _Blocks | None:
         """blocks() of one of several tensor ranks, most_ranks at most; None where that cannot be traced."""
+        if (line := (size, ranks, setting, most_ranks)) in self._lines:
+            return self._lines[line]
         key = most_ranks, setting
         if key not in self._wholes:
             if key in self._begun:
@@ -90,6 +94,7 @@ class Sketch:
             constant = self._wholes[key][each]
             values = [type(value)(value * (part + (1 - part) / ranks)) for value, part in zip(_fields(block), constant)]
             found[each] = BlockTrace(*values)
+        self._lines[line] = found
         return found
 
     def shell(self, size: int, chunks: int) -> ShellTrace:
@@ -111,7 +116,7 @@ class Sketch:
         seconds = few.seconds - grows - call * _FEW + grows * size + call * chunks
         return ShellTrace(values[0], values[1], values[2], max(0.0, seconds))
 
-    def trace(self, size: int, chunks: int, blocks: Mapping[tuple[int, Tier], BlockTrace] | None = None) -> ModelTrace:
+    def trace(self, size: int, chunks: int, blocks: _Blocks | None = None) -> ModelTrace:
         return ModelTrace(blocks or self.blocks(size), {chunks: self.shell(size, chunks)}, self.shared_bytes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +140,6 @@ class Tracer:
             BlockCasts().apply(self._build, cast)
             OptimizerStates().apply(self._build, self.variant)
             self._parameters = list(self._build.model.parameters())  # a deep model takes long to walk
-            self.facts = self._facts()
 
     def trace(
         self,
@@ -260,6 +259,12 @@ class Tracer:
         if key not in self._parts:
             self._parts[key] = trace()
         return self._parts[key]
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Of the whole model; a tensor rank's part is never asked for them."""
+        with self._mode, torch.device("cpu"), model_errors():
+            return self._facts()
 
     def _facts(self) -> ModelFacts:
         build = self._build
