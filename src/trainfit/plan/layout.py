@@ -7,10 +7,14 @@ stage's blocks and all of those outside of blocks (embedding, head). Of that, wi
 |-------|------------|-----------------------------------|---------------------|-----------|
 | 0     | 1          |                                   | 1                   | 1         |
 | 1     | 1 / N      | the whole                         | 1                   | 1 / N     |
-| 2     | 1 / N      | the whole, one block's two        | 1 / N               | 1 / N     |
-|       |            | gradient buffers                  |                     |           |
+| 2     | 1 / N      | the whole, and what gradients are | 1 / N               | 1 / N     |
+|       |            | reduced in                        |                     |           |
 | 3     | 1 / N      | what is outside of the blocks and | 1 / N               | 1 / N     |
 |       |            | 1 + prefetch blocks; as in 2      |                     |           |
+
+Gradients are reduced in two buffers of a block. A device's allocator keeps them with the stream that communicates,
+where no other takes them, and as large as the largest that was reduced there, which may be all that is outside of the
+blocks: a 70B model's embedding and head.
 
 Tensor ranks with split sequences have 1 / T of what blocks save, others 1 / T of all but the hidden states.
 """
@@ -186,7 +190,7 @@ def resident_of(
     elif zero.stage == 3:
         working = int((outside + min(1 + zero.prefetch, len(part.blocks)) * block) * gathered)
     if zero.stage and zero.reduces_each_micro_batch:
-        working += 2 * block
+        working += 2 * block if hardware.is_host else max(2 * block, outside)
     left = gradients // sharded if zero.reduces_each_micro_batch else gradients
     return Resident(
         model_bytes=parameters // sharded + int(facts.optimizer_bytes * share) // sharded,
