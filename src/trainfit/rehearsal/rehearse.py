@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -113,10 +113,15 @@ def cuts_of(workload: Workload, strategy: Strategy, rank: int) -> Iterator[Cut]:
     stages = [part.blocks for part in divide(len(anatomy.blocks), mesh.pipeline)]
     own = rank // (mesh.size // mesh.pipeline)
     # Of a table blocks are alike that have the same tiers in each of its rows.
-    kinds = list(zip(anatomy.structures, strategy.tiers, *(row.tiers for row in strategy.tier_table)))
-    # The first block of a model is given sequences that are split already, and shifts what it hands on.
+    kinds: list[Hashable] = list(zip(anatomy.structures, strategy.tiers, *(row.tiers for row in strategy.tier_table)))
+    if strategy.tensor.sequence and stages[own]:
+        # The first is given sequences that are split already and shifts what it hands on, the last is given a gradient
+        # of whole ones.
+        kinds[stages[own][0]], kinds[stages[own][-1]] = "first", "last"
+    elif strategy.zero.stage == 3 and mesh.data > 1 and own < mesh.pipeline - 1:
+        kinds[stages[own][-1]] = "last"  # nothing after it is gathered: it keeps its own parameters
     # A block that recomputes the one before it reads what the one before that returned.
-    near = max(1, strategy.zero.prefetch if mesh.data > 1 else 1) + strategy.tensor.sequence + strategy.recompute_ahead
+    near = max(1, strategy.zero.prefetch if mesh.data > 1 else 1) + strategy.recompute_ahead
     # What comes back for a block is asked for before the next one's backward has begun.
     near += any(tier in OFFLOADED for tier in strategy.tiers)
     for reach in (near, near + 1):
@@ -131,16 +136,20 @@ def block_passes(workload: Workload, strategy: Strategy) -> int:
     stages = strategy.mesh.pipeline
     cut = next(cuts_of(workload, strategy, 0), None)
     blocks = len(strategy.tiers if cut is None else cut.kept)
-    return -(-blocks // stages) * _running(strategy) * min(2, stages)
+    return -(-blocks // stages) * sum(_running(strategy, stage) for stage in {0, stages - 1})
 
 
-def _running(strategy: Strategy) -> int:
-    """How many micro batches of a full window run. See NOTE [ Micro batches that wait ]."""
+def _running(strategy: Strategy, stage: int) -> int:
+    """How many micro batches of a full window run on a rank of this pipeline stage.
+
+    See NOTE [ Micro batches that wait ].
+    """
     mesh, steps = strategy.mesh, strategy.accumulation_steps
     if mesh.size == 1:
         return 1
     if mesh.pipeline > 1:
-        settled = _as_many_as_fit(strategy, mesh.pipeline + 2)
+        under_way = mesh.pipeline - (stage if strategy.pipeline.stages_per_rank == 1 else 0)
+        settled = _as_many_as_fit(strategy, under_way + 2)
         return min(steps, settled) if strategy.pipeline.schedule == "1f1b" else steps
     return min(steps, 2 if mesh.data == 1 else 3)
 
@@ -156,10 +165,10 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware, 
     A single process runs the last micro batch, on gradients that the others have left: no earlier one needs as much,
     and each takes as long. Ranks talk at other times in the first, the middle ones and the last, so these three run,
     and the middle one counts for all like it; without data ranks, who sum losses after the last and gather anew before
-    each, the last is like the middle ones. Stages of a pipeline have several micro batches under way: as many run as
-    fill it, and two more. The second stretch from a forward to the next one that follows a backward, which in the first
-    stage is the first with all under way, counts for the rest. How long stages wait for each other shows on no single
-    rank: see `_with_turns`.
+    each, the last is like the middle ones. Stages of a pipeline have several micro batches under way, the last one only
+    one: as many run as are under way, and two more. The second stretch from a forward to the next one that follows a
+    backward, which in the first stage is the first with all under way, counts for the rest. How long stages wait for
+    each other shows on no single rank: see `_with_turns`.
     """
     strategy = step.strategy
     steps = strategy.accumulation_steps
@@ -169,7 +178,7 @@ def _watch_full_window(step: TrainStep, workload: Workload, hardware: Hardware, 
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         return watch_step(step, _full_window(workload, strategy, 1), hardware, waiting=steps - 1, cut=cut)
-    running = _running(strategy)
+    running = _running(strategy, step.ranks.rank // (strategy.mesh.size // strategy.mesh.pipeline))
     batches = _full_window(workload, strategy, running)
     with FakeKernels(), model_errors():
         _set_up(step)
