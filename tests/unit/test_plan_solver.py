@@ -76,6 +76,10 @@ def test_the_optimum_is_that_of_exhaustive_search(problem: Problem, part: float)
     assert found.peak_bytes <= room
     assert found.seconds == pytest.approx(best, rel=1e-12)
     assert problem.offered[found.tiers, np.arange(problem.num_blocks)].all()
+    rough = fastest(problem, room, gap=0.1)
+    assert rough is not None
+    assert rough.peak_bytes <= room
+    assert rough.seconds <= 1.1 * best * (1 + 1e-9)
     assert relaxed_bound(problem, room) <= best * (1 + 1e-6)
     assert knapsack_bound(problem, room) <= best * (1 + 1e-9)
     assert peak_bound(problem) <= min(peaks)
@@ -203,7 +207,7 @@ def test_rounding_is_forbidden_so_often_and_then_asked_for_less(monkeypatch: pyt
             super().__init__(problem, room)
             asked.append(room)
 
-        def run(self, *, whole: bool = True) -> np.ndarray | None:
+        def run(self, *, whole: bool = True, gap: float = 0.0) -> np.ndarray | None:
             runs.append(len(self._rows))
             return np.array([1.0, 0.0] * 4) if len(asked) == 1 else None
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from trainfit.cli.console import debugging, hush
 from trainfit.second_process import SecondProcess
 
+_USED = ("trainfit.plan", "transformers.modeling_utils")  # what takes long to import
 _is_command = False
 
 
@@ -25,7 +26,7 @@ def second_process(devices: int) -> Iterator[SecondProcess | None]:
     if not _is_command or devices == 1 or len(os.sched_getaffinity(0)) == 1:
         yield None
         return
-    process = SecondProcess(("trainfit.plan",), begin=None if debugging() else hush)
+    process = SecondProcess(_USED, begin=None if debugging() else hush)
     try:
         yield process
     finally:

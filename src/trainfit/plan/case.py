@@ -86,13 +86,13 @@ class Case:
         ]
         return max(peaks)
 
-    def fastest(self, allowed_bytes: int) -> list[Solution] | None:
-        """Of each stage; None where one does not fit."""
+    def fastest(self, allowed_bytes: int, *, gap: float = 0.0) -> list[Solution] | None:
+        """Of each stage; None where one does not fit. gap: see solver.fastest."""
         found = []
         for stage in self.stages:
             if stage.resident.optimizer_peak_bytes > allowed_bytes:
                 return None
-            if (solution := fastest(stage.problem, stage.room(allowed_bytes))) is None:
+            if (solution := fastest(stage.problem, stage.room(allowed_bytes), gap=gap)) is None:
                 return None
             found.append(solution)
         return found

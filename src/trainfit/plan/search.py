@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from trainfit.hardware import Hardware
 from trainfit.plan.case import Case, case_of
 from trainfit.plan.layout import every_layout
-from trainfit.plan.sketch import Sketch
+from trainfit.plan.sketch import Sketch, begin_tracer
 from trainfit.plan.solver import Solution
 from trainfit.plan.space import Point, asked_of, micro_batch_sizes, points_of
 from trainfit.plan.target import Target
@@ -36,6 +36,7 @@ _NEVER = float("inf")
 # so. Rehearsals that fill a device need 4 to 15 % more than the fast model says.
 _FRAGMENTS = 0.08
 _SKETCH_MAY_BE = 0.97  # of a sketch's seconds: what a trace may find instead
+_SKETCH_GAP = 0.005  # of them: less than that is worth no branching
 
 
 class _Known(NamedTuple):
@@ -111,6 +112,8 @@ class Search:
         self._beside = beside
         self.tracers, self.hardware, self.target, self.allowed_bytes = tracers, hardware, target, allowed_bytes
         self.on_progress = on_progress
+        if beside is not None:
+            begin_tracer(beside, tracers.workload, hardware, *tracers.settings_of(target.optimizer))
         facts = tracers.of(target.optimizer).facts
         self.asked = asked_of(tracers.workload, hardware, target, facts, clips=clips)
         self.layouts = target.layouts or every_layout(self.asked, hardware.count)
@@ -268,7 +271,7 @@ class Search:
         if key not in self._solved:
             self.on_progress(f"solving {len(self._solved) + 1} of {len(self.points)}")
             case = self._traced(point) if traced else self.sketched(point)
-            solutions = case.fastest(allowed_bytes)
+            solutions = case.fastest(allowed_bytes, gap=0.0 if traced else _SKETCH_GAP)
             self._solved[key] = None if solutions is None else self.candidate(case, solutions)
         return self._solved[key]
 

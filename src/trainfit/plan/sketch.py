@@ -28,6 +28,17 @@ _Split = tuple[int, TensorParallel]  # how many tensor ranks, and how they work 
 _FEW, _MORE = 2, 4  # chunks of the loss
 
 
+def begin_tracer(
+    beside: SecondProcess,
+    workload: Workload,
+    hardware: Hardware,
+    variant: OptimizerVariant,
+    settings: Mapping[str, Any],
+) -> None:
+    """Have the other process make the tracer that a Sketch will ask it for, while this one makes its own."""
+    beside.submit(_make_tracer, workload, hardware, variant, settings)
+
+
 class Sketch:
     """Of one tracer and precision, with gradients of earlier micro batches in place."""
 
@@ -128,15 +139,25 @@ def _trace(
     split: _Split | None,
     *args: Any,
 ) -> ModelTrace | None:
-    """In another process: what a tracer like that gives there, which is made once."""
-    key = "tracer", repr((variant, settings))
+    """In another process: what a tracer like that gives there."""
+    tracer = _tracer(workload, hardware, variant, settings)
+    if split is None:
+        return tracer.trace(*args, accumulates=True)
+    return tracer.split_trace(*split, *args, accumulates=True)
+
+
+def _tracer(workload: Workload, hardware: Hardware, variant: OptimizerVariant, settings: Mapping[str, Any]) -> Tracer:
+    """Made once."""
+    key = "tracer", repr((variant, sorted(settings.items())))
     tracer: Tracer | None = workload.memo.get(key)
     # A copy's memo begins with that of the workload it was copied from.
     if tracer is None or tracer.workload is not workload or tracer.hardware != hardware:
         tracer = workload.memo[key] = Tracer(workload, hardware, variant, **settings)
-    if split is None:
-        return tracer.trace(*args, accumulates=True)
-    return tracer.split_trace(*split, *args, accumulates=True)
+    return tracer
+
+
+def _make_tracer(*args: Any) -> None:
+    _tracer(*args)
 
 
 def _constant_parts(whole: BlockTrace, split: BlockTrace, ranks: int) -> list[float]:

@@ -143,8 +143,11 @@ def solution_of(problem: Problem, tiers: Integers) -> Solution:
     return Solution(tiers, int(moments(problem, tiers[None]).max()), seconds, true)
 
 
-def fastest(problem: Problem, room: int) -> Solution | None:
-    """The least seconds of all assignments whose events stay within room bytes; None where there is none."""
+def fastest(problem: Problem, room: int, *, gap: float = 0.0) -> Solution | None:
+    """The least seconds of all assignments whose events stay within room bytes; None where there is none.
+
+    gap: of the seconds, by which what is found may be above the least.
+    """
     quick = solution_of(problem, _cheapest(problem))
     if quick.peak_bytes <= room:
         return quick
@@ -152,7 +155,7 @@ def fastest(problem: Problem, room: int) -> Solution | None:
         return None
     program = _Program(problem, room)
     for _ in range(_MAX_FORBIDDEN):  # See NOTE [ Tolerances ].
-        values = program.run()
+        values = program.run(gap=gap)
         if values is None:
             return None
         found = solution_of(problem, program.tiers(values))
@@ -353,9 +356,10 @@ class _Program:
 
     # ---- the answer ------------------------------------------------------------------------------------------------
 
-    def run(self, *, whole: bool = True) -> Floats | None:
-        """The columns of the best; None where nothing fits. whole: whether blocks may not be in parts.
+    def run(self, *, whole: bool = True, gap: float = 0.0) -> Floats | None:
+        """The columns of the best; None where nothing fits.
 
+        whole: whether blocks may not be in parts. gap: see fastest().
         Raises SolverError where HiGHS stops without either.
         """
         size = self._room + (self.room is None)
@@ -372,7 +376,8 @@ class _Program:
         integrality, high = np.zeros(size), np.full(size, _INFINITY)
         integrality[: self.num_choices], high[: self.num_choices] = float(whole), 1.0
         constraints = LinearConstraint(matrix.tocsr(), self._low, self._high)
-        gap = _GAP if self.room is not None and self.num_blocks > _FEW_BLOCKS else 0.0
+        if self.room is not None and self.num_blocks > _FEW_BLOCKS:
+            gap = max(gap, _GAP)
         return minimum(cost, integrality, Bounds(0.0, high), constraints, gap=gap)
 
     @property

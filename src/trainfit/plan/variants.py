@@ -15,6 +15,7 @@ number of parameters. That is for the order of candidates: those that may win ar
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from trainfit.hardware import Hardware
 from trainfit.plan.cost import MUST_WIN
@@ -45,25 +46,27 @@ class Tracers:
 
         attention: the target's where none is given.
         """
-        attention = attention or self._usual
+        traced, settings = self.settings_of(variant, compiled, attention)
+        if (key := (traced, compiled, settings["attention"])) not in self._made:
+            self._made[key] = Tracer(self.workload, self.hardware, traced, compiled=compiled, **settings)
+        return self._made[key]
+
+    def settings_of(
+        self, variant: OptimizerVariant, compiled: Compile = Compile(), attention: Attention | None = None
+    ) -> tuple[OptimizerVariant, dict[str, Any]]:
+        """The variant that of() traces for it, and the tracer's settings."""
         is_half = variant.weights != "fp32"
         asked = self.target.optimizer
         traced = asked if is_half == (asked.weights != "fp32") else OptimizerVariant(weights="bf16_residual")
-        if (key := (traced, compiled, attention)) not in self._made:
-            tiers = searched_tiers(self.hardware, self.target.may_change, self.target.offload)
-            self._made[key] = Tracer(
-                self.workload,
-                self.hardware,
-                traced,
-                frozen_weights=self.target.frozen_weights,
-                precision=self.target.precision,
-                cast=self.target.cast if not is_half else "operator",
-                tiers=[tier for tier in tiers if tier in COMPILED_TIERS] if compiled.blocks else tiers,
-                attention=attention,
-                compiled=compiled,
-                offload=self.target.offload,
-            )
-        return self._made[key]
+        tiers = searched_tiers(self.hardware, self.target.may_change, self.target.offload)
+        return traced, {
+            "frozen_weights": self.target.frozen_weights,
+            "precision": self.target.precision,
+            "cast": self.target.cast if not is_half else "operator",
+            "tiers": [tier for tier in tiers if tier in COMPILED_TIERS] if compiled.blocks else tiers,
+            "attention": attention or self._usual,
+            "offload": self.target.offload,
+        }
 
 
 def facts_of(tracer: Tracer, variant: OptimizerVariant) -> ModelFacts:

@@ -244,7 +244,7 @@ class Tracer:
         """
         key = (size, setting, micro_batch_size, precision, tuple(chunks), accumulates)
         if key not in self._traces:
-            structures = self.facts.structures
+            structures = self._build.anatomy.structures
             inner = {structure: index for index, structure in reversed(list(enumerate(structures))[1:-1])}
             if set(inner) != set(structures):
                 return None
