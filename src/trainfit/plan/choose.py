@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from trainfit.errors import RecipeError
@@ -92,18 +92,20 @@ def choose(
         plain=plain,
         alternatives=tuple(alternatives_of(search, rehearsals.profiles, chosen, profile)),
         reason=why(chosen, profile, plain, allowed) if fits else why_not(profile, target, hardware),
-        notes=(
-            *notes_of(target),
-            *accuracy_note(target, chosen.strategy, tracers.of(target.optimizer).facts.num_trained),
-            *tiers_note(chosen.strategy),
-            *attention_note(target, chosen.strategy),
-            *compile_note(chosen.strategy, profile, hardware),
-            *rehearsals.notes,
-            *late_notes,
-        ),
+        notes=(*_notes(chosen.strategy, profile, tracers), *rehearsals.notes, *late_notes),
         binds=binds(chosen, profile),
         more_memory=more_memory(search, chosen, profile) if fits else None,
     )
+
+
+def _notes(strategy: Strategy, profile: Profile, tracers: Tracers) -> Iterator[str]:
+    """What was chosen where the target left it open, and what that means."""
+    target = tracers.target
+    yield from notes_of(target)
+    yield from accuracy_note(target, strategy, tracers.of(target.optimizer).facts.num_trained)
+    yield from tiers_note(strategy)
+    yield from attention_note(target, strategy)
+    yield from compile_note(strategy, profile, tracers.hardware)
 
 
 def _decided(rehearsals: Rehearsals, exact: Exact) -> tuple[Candidate, Profile, tuple[str, ...]]:
