@@ -1,23 +1,39 @@
-"""Where calibrations lie: one JSON file for each device, number of threads and version of torch. Imports no torch."""
+"""Where calibrations lie: a JSON file for each device, number of threads, version of torch and processor.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from trainfit.errors import DeviceError
 from trainfit.hardware.calibration import Calibration
 
+_CPU_INFO = Path("/proc/cpuinfo")
+
 
 def calibration_path(device: str, num_threads: int, torch_version: str) -> Path:
-    """In $XDG_CACHE_HOME/trainfit/calibration, by default under ~/.cache."""
+    """In $XDG_CACHE_HOME/trainfit/calibration, by default under ~/.cache; machines may share a home."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # The specification says to ignore a path that is not absolute.
     folder = Path(cache) if cache.startswith("/") else Path.home() / ".cache"
-    name = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{device}-{num_threads}-torch-{torch_version}")
+    name = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{device}-{num_threads}-torch-{torch_version}-{processor()}")
     return folder / "trainfit" / "calibration" / f"{name}.json"
+
+
+def processor() -> str:
+    """This machine's, as the system calls its model, and how many of its threads there are."""
+    model = ""
+    with suppress(OSError):
+        lines = _CPU_INFO.read_text(errors="replace").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine()} x {os.cpu_count()}"
 
 
 def save_calibration(calibration: Calibration) -> Path:

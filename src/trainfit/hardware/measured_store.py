@@ -1,6 +1,6 @@
 """Figures that were measured at a start, kept for the next one: what was measured anew would make another plan.
 
-One JSON file for each device, number of threads and version of torch, beside the calibrations. Imports no torch.
+A JSON file beside each calibration there is or could be. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from trainfit.hardware.calibration_store import calibration_path
 from trainfit.profile import Precision
 
 FORMAT = 1
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def figures_of(
     passing = path.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):  # a home that cannot be written: each start measures
         path.parent.mkdir(parents=True, exist_ok=True)
-        passing.write_text(json.dumps({"format": FORMAT, "processor": _processor(), **asdict(figures)}, indent=1))
+        passing.write_text(json.dumps({"format": FORMAT, **asdict(figures)}, indent=1))
         passing.replace(path)
     return figures
 
@@ -61,21 +60,12 @@ def _path(device: str, num_threads: int, torch_version: str) -> Path:
 
 
 def _read(path: Path, precisions: tuple[Precision, ...]) -> MeasuredFigures | None:
-    """None for a file that is not there, is broken, or is another machine's, with which this one shares a home."""
+    """None for a file that is not there or is broken."""
     try:
         data: Any = json.loads(path.read_text())
-        if (data.pop("format"), data.pop("processor")) != (FORMAT, _processor()):
+        if data.pop("format") != FORMAT:
             return None
         figures = MeasuredFigures(**data)
         return figures if figures.is_plausible and set(figures.tflops) == set(precisions) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _processor() -> str:
-    """Its model as the system calls it, and how many of its threads there are."""
-    model = ""
-    with suppress(OSError):
-        lines = _CPU_INFO.read_text(errors="replace").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model} x {os.cpu_count()}"
