@@ -21,6 +21,7 @@ import math
 import re
 import sys
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from contest.verdict import other_losses, points_of, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15)
+SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.18, 0.15)
 MODELS, PRECISIONS = ("reference", "wide"), ("fp32", "bf16")
 
 
@@ -49,7 +50,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, kept: dict[str, Any]) -> None:
-    """Run each case, and put its rows into the file before the next."""
+    """Run each case; its rows are in the file after each round."""
     deadline = time.monotonic() + options.seconds
     logs = BUILD / "frontier"
     logs.mkdir(parents=True, exist_ok=True)
@@ -57,12 +58,19 @@ def measure(options: argparse.Namespace, kept: dict[str, Any]) -> None:
         case = {"model": model, "precision": precision, "device": options.device}
         key = f"{model}-{precision}" + ("" if options.device == "cpu" else f"-{options.device}")
         _say(f"{key}: planning")
-        contest = Contest(case, options.environments, logs, options.rounds, options.alive, deadline, _say)
-        found = contest.run(_variants(case, options, deadline))
-        known = kept.setdefault(key, {"case": case, "rows": {}})
-        known["rows"] = _merged(known["rows"], found)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(kept, indent=1))
+        keep = partial(_keep, options.json, kept, key, {"case": case, "rows": kept.get(key, {}).get("rows", {})})
+        contest = Contest(case, options.environments, logs, options.rounds, options.alive, deadline, _say, keep)
+        keep(contest.run(_variants(case, options, deadline)))
+
+
+def _keep(path: Path, kept: dict[str, Any], key: str, before: dict[str, Any], found: dict[str, Row]) -> None:
+    """Put what was found of a case beside, or in the place of, what was known before."""
+    told = {name: row for name, row in found.items() if row["seconds"] or "error" in row}
+    kept[key] = {**before, "rows": _merged(before["rows"], told)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    passing = path.with_suffix(".tmp")
+    passing.write_text(json.dumps(kept, indent=1))
+    passing.replace(path)
 
 
 def _variants(case: dict[str, str], options: argparse.Namespace, deadline: float = math.inf) -> list[Variant]:

@@ -95,6 +95,7 @@ class Contest:
 
     alive: processes at once beside plain's, where memory has room for so many.
     deadline: on time.monotonic's clock; after it no variant and no round is begun.
+    keep: told the rows that there are, after each round: a run that is ended has lost nothing but the round.
     """
 
     case: Case
@@ -104,6 +105,7 @@ class Contest:
     alive: int
     deadline: float
     say: Callable[[str], None]
+    keep: Callable[[dict[str, Row]], None] = lambda rows: None
     rows: dict[str, Row] = field(default_factory=dict)
 
     def run(self, variants: Sequence[Variant]) -> dict[str, Row]:
@@ -188,6 +190,7 @@ class Contest:
                 row["seconds"].append(found["seconds"])
                 row["plain_seconds"].append(plain_seconds)
                 row["peaks"].append(found["peak"])
+            self.keep(self.rows)
         return alive
 
 

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,3 +213,19 @@ def test_peers_and_plans_of_this_environment_do_plain_trainings_step(monkeypatch
         torch.testing.assert_close(
             losses(variant), expected, rtol=1e-6, atol=0, msg=lambda m, v=variant: f"{v.name}: {m}"
         )
+
+
+def test_what_is_measured_is_in_the_file_after_each_round(tmp_path: Any) -> None:
+    """Beside what another case or an earlier run has left there; rows that have no round yet are not."""
+    path = tmp_path / "build" / "kept.json"
+    case = {"model": "reference", "precision": "fp32", "device": "cpu"}
+    kept: dict[str, Any] = {"other": {}, "one": {"case": case, "rows": {"old": {"role": "peer", "seconds": [1.0]}}}}
+    contest = pool.Contest(case, tmp_path, tmp_path, rounds=2, alive=1, deadline=math.inf, say=print)
+    contest.keep = partial(frontier._keep, path, kept, "one", kept["one"])
+    alive = [Variant("plain", name, "plain", "hand_written:plain") for name in ("ends", "stays")]
+    contest.rows = {name: pool._empty_row(alive[0]) for name in ("ends", "stays", "waits")}
+    rounds = contest._rounds([(alive[0], _Lives(1)), (alive[1], _Lives(9))])  # type: ignore[list-item]
+    assert [variant.name for variant, _ in rounds] == ["stays"]
+    rows = json.loads(path.read_text())["one"]["rows"]
+    assert {name: len(row["seconds"]) for name, row in rows.items()} == {"old": 1, "ends": 0, "stays": 2}
+    assert list(path.parent.iterdir()) == [path]
