@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from trainfit.rehearsal import known_results
+from trainfit.hardware import find_device
+from trainfit.rehearsal import known_results, rehearse
 from trainfit.rehearsal.operators import FakeKernels
+from trainfit.step import Strategy
+from trainfit.workload import workload_from_module
 
 Run = Callable[[Tensor], Any]
 
@@ -68,3 +71,15 @@ def test_what_is_remembered_is_what_is_computed(name: str, monkeypatch: pytest.M
 def test_sparse_outputs_are_not_looked_into():
     with FakeTensorMode(), torch.device("cpu"), FakeKernels():
         assert torch.zeros(3, 4).to_sparse().layout == torch.sparse_coo
+
+
+def test_sizes_that_a_model_reads_off_tensors_are_not_made_up():
+    """Of another model the bytes would be another's."""
+
+    def make() -> nn.Module:
+        dim = int(torch.linspace(8, 16, 2, device="cpu")[1])
+        return nn.Sequential(nn.Embedding(8, dim), nn.Linear(dim, 8))
+
+    model = workload_from_module(make, seq_len=4, vocab_size=8)
+    with pytest.raises(DataDependentOutputException):
+        rehearse(model, Strategy(1), find_device("ascend-910b3"))

@@ -70,10 +70,14 @@ def _fake_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 class FakeKernels(TorchDispatchMode):
-    """fake_result for everything that runs inside."""
+    """fake_result for everything that runs inside.
 
-    def __init__(self) -> None:
+    reads: whether a number that is read off a fake tensor is made up. A model is made without: a size may depend on it.
+    """
+
+    def __init__(self, *, reads: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -84,7 +88,7 @@ class FakeKernels(TorchDispatchMode):
     ) -> Any:
         if any(map(leaves_to_its_handler, types)):
             return NotImplemented
-        if is_unknown_number(func, args):
+        if self._reads and is_unknown_number(func, args):
             return 1.0
         return fake_result(func, args, kwargs or {})
 

@@ -69,7 +69,7 @@ def rehearse(
     def rehearsed_of(model: Workload, shallow: Strategy, cut: Cut | None) -> Profile:
         with fake_ranks(strategy.mesh, rank, hardware) as ranks, fake_tensors():
             device = rehearsed(hardware.spec.kind)
-            with FakeKernels():  # a pipeline tries its model out to see where it may be cut
+            with FakeKernels(reads=False):  # a pipeline tries its model out to see where it may be cut
                 step = build_step(model, shallow, device, max_grad_norm=max_grad_norm, ranks=ranks)
             if workload.make_optimizer is not None:  # its states come with its first step
                 with FakeKernels(), model_errors():
