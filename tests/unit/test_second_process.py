@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType, ModuleType
+from typing import Any
 
 import pytest
 
 from tiny_models import TINY_CONFIGS
 from trainfit.errors import RecipeError
 from trainfit.hardware import find_device
-from trainfit.plan import Target, choose
+from trainfit.plan import Target, choose, sketch
 from trainfit.plan.judged import judged
+from trainfit.plan.search import Search
 from trainfit.plan.sketch import _trace
+from trainfit.plan.variants import Tracers
 from trainfit.profile import Layout, Mesh, Pipeline, TensorParallel
 from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.trace import Tracer
-from trainfit.second_process import SecondProcess, submit
+from trainfit.second_process import SecondProcess, _answered, submit
 from trainfit.step import Strategy, parse_tiers
 from trainfit.workload import workload_from_config
 
@@ -182,6 +187,33 @@ def test_a_plan_is_the_same_with_one(beside, mesh: Mesh, monkeypatch):
     assert shared.to_json() == alone.to_json()
     assert ("rehearse" in asked) == (mesh.pipeline > 1)
     assert asked.count("_trace") == mesh.tensor  # of two sequences, and of a tensor rank's part
+
+
+def test_the_tracer_that_is_begun_there_is_the_one_that_is_asked(monkeypatch):
+    """Of a new workload, and what a target leaves open."""
+    made: list[Tracer] = []
+
+    def make(*args: Any, **kwargs: Any) -> Tracer:
+        made.append(Tracer(*args, **kwargs))
+        return made[-1]
+
+    class Inside(SecondProcess):
+        """Answers in this process what it gets as bytes."""
+
+        def __init__(self) -> None: ...
+
+        def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
+            request = pickle.dumps((function, [pickle.dumps(each) for each in args], kwargs))
+            is_right, value = pickle.loads(_answered(request))
+            assert is_right
+            return lambda: value
+
+    monkeypatch.setattr(sketch, "Tracer", make)  # the search's own is made elsewhere
+    workload = workload_from_config({**TINY_CONFIGS["llama"], "num_hidden_layers": 4}, seq_len=64, name="tiny-llama")
+    target, hardware = Target(2**30, 8 * 64, 64, "bf16", layouts=()), find_device("ascend-910b3", 2)
+    Search(Tracers(workload, hardware, target), hardware, target, 2**30, beside=Inside())
+    assert len(made) == 1
+    assert made[0]._traces
 
 
 def test_what_is_traced_is_of_the_hardware_and_the_workload_that_were_asked_for():

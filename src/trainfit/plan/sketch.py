@@ -36,6 +36,7 @@ def begin_tracer(
     settings: Mapping[str, Any],
 ) -> None:
     """Have the other process make the tracer that a Sketch will ask it for, while this one makes its own."""
+    workload.anatomy()  # is sent along once it is known: the workload without it would be another one there
     beside.submit(_make_tracer, workload, hardware, variant, settings)
 
 

@@ -115,7 +115,7 @@ class Tracer:
             "precision": precision,
             "cast": cast,
             "tiers": tiers,
-            "offload": self._offload,
+            "offload": offload,
             "attention": attention,
         }
         self._graphs: dict[tuple[Any, ...], Graphs] = {}  # by what would make them be compiled once more
