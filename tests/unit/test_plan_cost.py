@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -127,6 +129,23 @@ def test_what_ranks_send_lives_beside_the_activations(stage_number: int, working
     resident = resident_of(facts_of(4), layout, device, part, batch_bytes=0, shared_bytes=0, accumulates=False)
     assert resident.working_bytes == working
     assert resident.floor_bytes == resident.model_bytes + working
+
+
+@pytest.mark.parametrize("stage_number", [2, 3])
+def test_gradients_are_reduced_in_as_much_as_is_outside_of_the_blocks(stage_number: int):
+    """Where an allocator keeps it for the stream that communicates: not on a CPU."""
+    layout = Layout(Mesh(shard=4), Zero(stage_number))
+    (part,) = stage_parts((0,) * 4, layout, 1)
+
+    def working(outside: int, device: str) -> int:
+        facts = replace(facts_of(4), parameter_bytes=4000 + outside)
+        hardware = find_device(device, 4)
+        found = resident_of(facts, layout, hardware, part, batch_bytes=0, shared_bytes=0, accumulates=False)
+        return found.working_bytes
+
+    gathered = 4500  # more of the parameters
+    assert working(5000, "ascend-910b3") - working(500, "ascend-910b3") == gathered + 5000 - 2000
+    assert working(5000, "cpu") - working(500, "cpu") == gathered
 
 
 def test_blocks_keep_what_the_communication_working_set_leaves():
