@@ -158,6 +158,7 @@ def _tracer(workload: Workload, hardware: Hardware, variant: OptimizerVariant, s
 
 
 def _make_tracer(*args: Any) -> None:
+    """For later: a tracer cannot be sent."""
     _tracer(*args)
 
 

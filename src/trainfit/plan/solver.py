@@ -9,10 +9,11 @@ batches whose saved activations live meanwhile:
     backward of block i   w P[n-1] + P[i] + head_gradient + Q[i+1] + sum_t backward_peak[t, i] x   <= room
     embedding             w P[n-1] + Q[0] + embedding                                              <= room
 The least of sum seconds x is looked for, or, where nothing fits, the least room. HiGHS proves it (mip_rel_gap 0; with
-more than 16 blocks 1e-4 of the seconds, where to prove the rest takes twice as long and buys nothing). P and
-Q are columns of their own, bound from below: with equations presolve of HiGHS 1.12 loses optima of such programs (its
-issues 3043, 3073 and 3094), of 4000 small problems near one 194, and as bounds none. Written out in x they make no
-columns but rows so long that forty blocks of llama-2-13b took 46 s where this takes 4.
+more than 16 blocks 1e-4 of the seconds, where to prove the rest takes twice as long and buys nothing; whoever only
+estimates gives a gap of its own). P and Q are columns of their own, bound from below: with equations presolve of HiGHS
+1.12 loses optima of such programs (its issues 3043, 3073 and 3094), of 4000 small problems near one 194, and as bounds
+none. Written out in x they make no columns but rows so long that forty blocks of llama-2-13b took 46 s where this takes
+4.
 
 NOTE [ Tolerances ]
 HiGHS works in floats, of which the room is a thousand. A row may be passed by 1e-6 of them, and a binary be as far from
