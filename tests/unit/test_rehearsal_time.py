@@ -277,8 +277,17 @@ def test_a_device_that_runs_behind_its_host_takes_the_longer_of_kernel_and_launc
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
-def test_every_operator_of_a_step_has_a_calibrated_time(calibration, kind, precision):
+@pytest.mark.parametrize(
+    ("kind", "tiers"),
+    [
+        ("llama", "pointwise"),
+        ("gpt2", "pointwise"),
+        ("qwen3_moe", "pointwise"),
+        ("llama", "2*keep_int8,keep_fp8,keep_bf16"),
+        ("llama", "2*discard,attention,full"),
+    ],
+)
+def test_every_operator_of_a_step_has_a_calibrated_time(calibration, kind, tiers, precision):
     from tiny_models import TINY_CONFIGS
     from trainfit.hardware import this_machine
 
@@ -286,7 +295,7 @@ def test_every_operator_of_a_step_has_a_calibrated_time(calibration, kind, preci
     hardware = replace(hardware, spec=replace(hardware.spec, calibration=calibration))
     workload = workload_from_config(TINY_CONFIGS[kind], seq_len=32, name=kind)
     variant = OptimizerVariant(kernel="foreach")
-    profile = rehearse(workload, Strategy(2, 2, precision, parse_tiers("pointwise", 4), 2, variant), hardware)
+    profile = rehearse(workload, Strategy(2, 2, precision, parse_tiers(tiers, 4), 2, variant), hardware)
     assert 1e-4 < profile.step_seconds < 10
     assert profile.step_seconds_high / profile.step_seconds == pytest.approx(
         1 + math.hypot(calibration.spread, 0.05), rel=1e-6

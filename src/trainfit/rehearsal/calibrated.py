@@ -49,6 +49,7 @@ _BY_LARGEST: Mapping[str, str] = {
     "_foreach_norm": "foreach_norm",
     "_foreach_mul_": "foreach_scale",
 }
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "max", "min", "var", "linalg_vector_norm", "norm", "any", "all"})
 _COPIES = frozenset({"clone", "copy_", "_to_copy", "cat", "stack", "contiguous", "repeat", "constant_pad_nd"})
 _FILLS = frozenset({"zeros", "zeros_like", "new_zeros", "fill_", "zero_", "full", "full_like", "ones", "ones_like"})
@@ -175,9 +176,10 @@ class CalibratedKernels:
     def _cast(self, source: Tensor, dtype: torch.dtype, count: int) -> float:
         if source.dtype == dtype:
             return self._kernel("copy", dtype, count)
-        if dtype in (torch.bfloat16, torch.float16):
-            return self._kernel("from_fp32", dtype, count)
-        return self._kernel("to_fp32", source.dtype if source.dtype in PRECISION_OF else torch.bfloat16, count)
+        # Codes of one byte, and whatever else was not timed, as halves.
+        if dtype == torch.float32:
+            return self._kernel("to_fp32", source.dtype if source.dtype in _HALVES else torch.bfloat16, count)
+        return self._kernel("from_fp32", dtype if dtype in _HALVES else torch.bfloat16, count)
 
     def _by_largest(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         tensors = tensors_of(args)
