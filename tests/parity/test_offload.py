@@ -252,7 +252,9 @@ def test_host_memory_of_a_cpu_is_refused():
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     step = build(tiny_workload("llama"), "offload", offload=Offload("disk", directory=str(tmp_path / "none")))
-    with pytest.raises(RecipeError, match=r"offload\.directory .*/none: No such file or directory; give a folder"):
+    with pytest.raises(
+        RecipeError, match=r"offload\.directory .*/none takes no file \(No such file or directory\); give a folder"
+    ):
         step([random_batch(tiny_workload("llama"))])
 
 

@@ -132,6 +132,7 @@ CASES = [
     ([*TARGET, "--memory", "-1GiB"], "is not a size"),
     ([*TARGET, "--memory", "900TiB"], "is more than"),
     (["plan", *MODEL, "--device", "cpu"], "--tokens-per-step is missing"),
+    ([*TARGET, "--offload", "host"], "set offload.place: disk"),
     ([*TARGET, "--cast", "whole"], "unknown cast 'whole'"),
     ([*TARGET, "--cast", "block"], "set precision: bf16"),
     ([*TARGET, "--optimizer", "moments=int8"], "states=int8"),
@@ -143,6 +144,12 @@ CASES = [
     (["train", "recipe.yaml", "steps"], "key=value"),
     (["train", "recipe.yaml", "seqlen=16"], "seq_len"),
     (["train", "recipe.yaml", "memory=100kiB"], "does not fit"),
+    (["train", "recipe.yaml", "per_batch={treshold: 0.9}"], "did you mean per_batch.threshold"),
+    (["train", "recipe.yaml", "offload={place: disk, budgt: 1GiB}"], "did you mean offload.budget"),
+    (
+        ["train", "recipe.yaml", "offload={place: disk, directory: nowhere}"],
+        "offload.directory nowhere takes no file (No such file or directory)",
+    ),
     # what trains, and from which weights
     (["train", "recipe.yaml", "adapter={targets: [q_prj]}"], "did you mean q_proj"),
     (["train", "recipe.yaml", "adapter={rank: 0}"], "adapter.rank is 0"),

@@ -88,9 +88,12 @@ def train(
 
 def _checked_workload(launch: Launch, settings: Recipe, folder: Path, resume: bool, say: Say) -> Workload:
     """The model that the recipe describes. What a run could not begin with is said before it is planned."""
+    from trainfit.techniques.offload_pool import new_file
     from trainfit.train import RunFolder, recipe_workload
     from trainfit.train.loop import check_weights
 
+    if settings.offload is not None and settings.offload.place == "disk":
+        new_file(settings.offload.directory).close()
     say("Building the model")
     workload = recipe_workload(settings)
     if not resume:

@@ -32,6 +32,7 @@ from trainfit.profile import OptimizerVariant, Profile
 from trainfit.second_process import SecondProcess
 from trainfit.step.strategy import Strategy
 from trainfit.step.strategy_text import describe_strategy, parse_tiers
+from trainfit.techniques.offload import check_place
 from trainfit.techniques.optimizer import skipping
 from trainfit.workload import Workload
 
@@ -127,6 +128,8 @@ def _decided(rehearsals: Rehearsals, exact: Exact) -> tuple[Candidate, Profile, 
 
 def _check(workload: Workload, hardware: Hardware, target: Target) -> None:
     hardware.require(target.precision)
+    if target.offload is not None:
+        check_place(target.offload, shares_host_memory=hardware.is_host)
     if workload.make_optimizer is not None and "optimizer" in target.may_change:
         raise RecipeError(
             f"{workload.name} brings an optimizer of its own, which no plan changes; take optimizer out of may_change"

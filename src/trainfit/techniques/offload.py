@@ -57,12 +57,17 @@ class Offloading:
 
 def new_stash(setting: Offload, device: Accelerator) -> Stash:
     """Raises RecipeError for host memory that is the device's own."""
-    if setting.place == "host" and device.shares_host_memory:
+    check_place(setting, shares_host_memory=device.shares_host_memory)
+    return Stash(place_of(setting, device), device.device)
+
+
+def check_place(setting: Offload, *, shares_host_memory: bool) -> None:
+    """Raises RecipeError for host memory that is the device's own."""
+    if setting.place == "host" and shares_host_memory:
         raise RecipeError(
             "offload.place host would save nothing: this device's memory is the host's; set offload.place: disk, or "
             "use another activation tier"
         )
-    return Stash(place_of(setting, device), device.device)
 
 
 def notes_on(setting: Offload, device: Accelerator) -> list[str]:

@@ -210,6 +210,17 @@ def _view(slot: Slot, like: Tensor) -> Tensor:
     return piece.view(like.dtype)
 
 
+def new_file(directory: str) -> Any:
+    """Without a name, in the folder, or that for temporary files. Raises RecipeError where none can be made."""
+    folder = directory or tempfile.gettempdir()
+    try:
+        return tempfile.TemporaryFile(dir=folder)
+    except OSError as error:
+        raise RecipeError(
+            f"offload.directory {folder} takes no file ({error.strerror}); give a folder that can be written"
+        ) from error
+
+
 class Disk:
     """A file without a name, which is gone with the process however that ends; one thread writes and reads it."""
 
@@ -222,12 +233,7 @@ class Disk:
     def grow(self, num_bytes: int) -> int:
         """Where so many bytes more begin. The disk sets them aside: it cannot be full later."""
         if self._file is None:
-            try:
-                self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115  lives as long as the step
-            except OSError as error:
-                raise RecipeError(
-                    f"offload.directory {self.directory}: {error.strerror}; give a folder that can be written"
-                ) from error
+            self._file = new_file(self.directory)
         try:
             os.posix_fallocate(self._file.fileno(), self._size, num_bytes)
         except OSError as error:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -163,8 +163,9 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key that a recipe may have, sections included."""
     for name, info in model.model_fields.items():
         yield prefix + name
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from known_keys(info.annotation, f"{prefix}{name}.")
+        for kind in (info.annotation, *get_args(info.annotation)):  # of a section that may be left out too
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from known_keys(kind, f"{prefix}{name}.")
 
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
