@@ -79,6 +79,14 @@ def measured_bytes(plan: Plan, *shapes) -> int:
     return recorded.profile(step).peak_bytes
 
 
+def test_what_lost_to_the_static_plan_says_so(plan):
+    """By how much it did, beside the table's seconds, would be another figure."""
+    static, *others = plan.alternatives
+    assert static.why.startswith("static plan")
+    assert others
+    assert all(each.why.endswith("beside the static plan") for each in others)
+
+
 def test_rows_need_what_was_predicted(plan):
     table = plan.strategy.tier_table
     for row in (table[1], table[-1]):

@@ -145,7 +145,10 @@ def _plan_of(static: Plan, strategy: Strategy, table: _Table, allowed: int, thre
         strategy=strategy,
         predicted=predicted,
         allowed_bytes=allowed,
-        alternatives=(beside, *static.alternatives),
+        alternatives=(
+            beside,
+            *(replace(each, why=f"{each.why}, beside the static plan") for each in static.alternatives),
+        ),
         reason=f"tiers by the tokens of each micro batch; the largest need is {needs}, of micro batches of "
         f"{largest.tokens} tokens",
         notes=(
