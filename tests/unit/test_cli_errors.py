@@ -82,6 +82,7 @@ CASES = [
     # choices
     (["rehearse", *MODEL, "--activation", "ful"], "pointwise"),
     (["rehearse", *MODEL, "--activation", "3*full"], "the model has 2"),
+    (["rehearse", *MODEL, "--activation", "keep_int9,keep"], "did you mean keep_int8"),
     (["rehearse", *MODEL, "--activation", "every:0"], "every:1"),
     (["rehearse", "recipe.yaml", "--activation", "full"], "--micro-batch"),
     (["rehearse", *MODEL, "--activation", "torchtitn"], "did you mean torchtitan"),

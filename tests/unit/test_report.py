@@ -12,6 +12,7 @@ from trainfit.hardware import find_device
 from trainfit.plan import Alternative, Plan, Target
 from trainfit.profile import CATEGORIES, Profile
 from trainfit.rehearsal import VerifyReport
+from trainfit.rehearsal.verify import CompressionReport
 from trainfit.report import (
     alternatives_table,
     compare,
@@ -158,3 +159,11 @@ def test_verify_view(passed, words):
     assert words in text
     assert "model.w" in text
     assert "2.400000" in text
+
+
+def test_what_is_tolerated_of_compressed_activations_is_theirs():
+    compression = CompressionReport(8, 4, 1e-3, 0.07, 0.1)
+    report = VerifyReport(1e-3, 7e-2, "model.w", False, 0.0, True, ((2.5, 2.5),), compression)
+    text = shown(verify_view(report))
+    assert "the arithmetic is the same" not in text
+    assert "tolerated up to 1.00e-01" in text

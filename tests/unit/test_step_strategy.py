@@ -74,7 +74,7 @@ def test_every_kth_block_from_the_first_is_recomputed(every: int, num_blocks: in
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("half", "not understood"),
+        ("half", "unknown activation tier 'half'; one of"),
         ("every:0", "every:1"),
         ("3*full", "names 3 blocks; the model has 4"),
         ("5*full", "the model has 4"),
@@ -101,7 +101,8 @@ def test_bad_tiers_are_one_line(text: str, message: str):
         ({"micro_batch_size": "4"}, "micro_batch_size is '4'"),
         ({"micro_batch_size": True}, "micro_batch_size is True"),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
-        ({"tiers": ["full", "half"]}, "unknown activation tier 'half'"),
+        ({"tiers": ["full", "half"]}, "unknown activation tier 'half'; one of keep, "),
+        ({"tiers": ["keep_int9"]}, "unknown activation tier 'keep_int9'; did you mean keep_int8"),
         ({"optimizer": {"kind": "sgd"}}, "unknown optimizer.kind 'sgd'"),
         ({"microbatch": 4}, "unknown strategy key 'microbatch'"),
         (

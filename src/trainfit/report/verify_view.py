@@ -23,12 +23,18 @@ def verify_view(report: VerifyReport) -> RenderableType:
         [
             ("loss", f"{report.loss_difference:.2e} relative"),
             ("gradient", f"{report.gradient_difference:.2e} of the largest, in {report.worst_parameter or 'none'}"),
-            ("tolerance", f"{report.tolerance:.0e}" if report.tolerance else "0: the arithmetic is the same"),
+            ("tolerance", _tolerance(report)),
             ("bits", "every gradient has the same bits" if report.bit_equal else "some gradients differ in their bits"),
         ],
         title="Largest differences",
     )
     return Group(losses, differences, *_compression(report.compression), verdict(report))
+
+
+def _tolerance(report: VerifyReport) -> str:
+    if report.compression is not None:
+        return "that of the compressed activations below"
+    return f"{report.tolerance:.0e}" if report.tolerance else "0: the arithmetic is the same"
 
 
 def _compression(found: CompressionReport | None) -> list[RenderableType]:

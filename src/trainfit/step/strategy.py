@@ -14,7 +14,6 @@ from trainfit.profile import (
     ALL_TIERS,
     MESH_DIMS,
     PRECISIONS,
-    TIERS,
     AllocatorSettings,
     Attention,
     Cast,
@@ -42,6 +41,7 @@ from trainfit.step.strategy_rules import (
     check_pipeline,
     check_recompute_ahead,
     check_table,
+    check_tiers,
     check_zero,
 )
 
@@ -131,8 +131,7 @@ class Strategy:
                 "stages hand on hidden states as fp32 weights make them; use optimizer.weights: fp32, or mesh.shard"
             )
         check_casts(self)
-        if unknown := sorted(set(self.tiers) - set(ALL_TIERS)):
-            raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
+        check_tiers(self.tiers, ALL_TIERS)
         check_kept_operators(self)
         for dim, size in zip(MESH_DIMS, self.mesh.shape):
             if type(size) is not int or size < 1:

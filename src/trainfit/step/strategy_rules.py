@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from trainfit.errors import RecipeError
@@ -25,6 +26,7 @@ from trainfit.profile import (
     OptimizerVariant,
     Pipeline,
     Precision,
+    Tier,
     Zero,
 )
 
@@ -118,6 +120,17 @@ def check_casts(strategy: Strategy) -> None:
             f"loss_scale.{bad[0]} is {getattr(scale, bad[0])!r}; usual are init_scale 65536, growth_factor 2, "
             "backoff_factor 0.5, growth_interval 2000 and max_skips 25"
         )
+
+
+def check_tiers(tiers: Iterable[Tier], known: Sequence[Tier]) -> None:
+    if unknown := sorted(set(tiers) - set(known)):
+        raise unknown_tier(unknown[0])
+
+
+def unknown_tier(name: str) -> RecipeError:
+    near = get_close_matches(name, TIERS, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]}? It is " if near else ""
+    return RecipeError(f"unknown activation tier {name!r}; {hint}one of {', '.join(TIERS)}")
 
 
 def check_kept_operators(strategy: Strategy) -> None:
@@ -265,8 +278,7 @@ def check_table(strategy: Strategy) -> None:
             raise RecipeError(
                 f"tier_table gives {len(row.tiers)} blocks a tier, tiers {len(strategy.tiers)}; plan again"
             )
-        if unknown := sorted(set(row.tiers) - set(TIERS)):
-            raise RecipeError(f"unknown activation tier {unknown[0]!r}; one of {', '.join(TIERS)}")
+        check_tiers(row.tiers, TIERS)
         if away := [tier for tier in row.tiers if tier.startswith("offload")]:
             raise RecipeError(f"a tier_table cannot have {away[0]}; leave offload out of the recipe, or per_batch")
     for block, (own, last) in enumerate(zip(strategy.tiers, table[-1].tiers)):

@@ -11,6 +11,7 @@ from itertools import groupby
 from trainfit.errors import RecipeError
 from trainfit.profile import MESH_DIMS, TIERS, AllocatorSettings, Compile, Offload, OptimizerVariant, Tier
 from trainfit.step.strategy import Strategy
+from trainfit.step.strategy_rules import unknown_tier
 from trainfit.units import format_bytes
 
 
@@ -153,12 +154,14 @@ def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:
 
 def _parse_run(part: str, text: str) -> tuple[int, Tier]:
     match = re.fullmatch(r"\s*(?:(\d+)\s*\*\s*)?([a-z][a-z0-9_]*)\s*", part)
-    if match is None or match[2] not in TIERS:
+    if match is None:
         raise RecipeError(
             f"activation {text!r} is not understood; use one of {', '.join(TIERS)}, every:K, "
             "or a list like 6*full,2*pointwise"
         )
-    return int(match[1] or 1), match[2]
+    if (tier := match[2]) not in TIERS:
+        raise unknown_tier(tier)
+    return int(match[1] or 1), tier
 
 
 def format_table(strategy: Strategy) -> str:
