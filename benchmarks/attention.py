@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from frontier import Heap
+from heap import Heap
 from trainfit.techniques.blockwise_attention import blockwise_attention
 
 HEADS, KEY_HEADS, DIM, WINDOW, SOFTCAP = 8, 4, 64, 512, 50.0
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     torch.manual_seed(0)
-    heap = Heap()
+    heap = Heap("python benchmarks/attention.py")
     table = Table("attention", "length", "way", "ms", "x blockwise", "peak MiB", "x blockwise")
     for kind in KINDS:
         for length in options.lengths:
