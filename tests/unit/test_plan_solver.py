@@ -298,3 +298,16 @@ def test_eighty_blocks_take_seconds_at_most(gradient: int):
         assert found is not None
         assert found.seconds <= relaxed_bound(problem, int(low + part * (high - low))) * 1.001
     assert time.process_time() - begin < 10
+
+
+def test_an_estimate_is_solved_to_its_gap_and_all_else_to_none(monkeypatch: pytest.MonkeyPatch):
+    gaps: list[float] = []
+
+    def minimum(*program: object, gap: float) -> object:
+        gaps.append(gap)
+        return highs.minimum(*program, gap=gap)
+
+    monkeypatch.setattr(solver, "minimum", minimum)
+    fastest(EVENTS["saved"], 7 * GIB, gap=0.25)
+    fastest(EVENTS["saved"], 7 * GIB)
+    assert gaps == [0.25, 0.0]
