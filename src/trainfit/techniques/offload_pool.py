@@ -276,6 +276,15 @@ class Disk:
         )
 
 
+def _result(future: Future[Any]) -> Any:
+    """What the work gave, or an OffloadError of this thread's own: its traceback holds the step's graph, and the
+    thread that worked may hold the other for as long as it waits to run on.
+    """
+    if (error := future.exception()) is not None:
+        raise OffloadError(str(error)) from error
+    return future.result()
+
+
 class DiskPlace:
     """A file, straight from and to the memory that the device computes in: a CPU's."""
 
@@ -292,7 +301,7 @@ class DiskPlace:
         return self.disk.submit(self.disk.read, destination.data_ptr(), destination.nbytes, slot.segment + slot.offset)
 
     def wait(self, mark: Any) -> None:
-        mark.result()
+        _result(mark)
 
 
 class StagedDisk:
@@ -321,18 +330,18 @@ class StagedDisk:
         return future
 
     def wait(self, mark: Any) -> None:
-        self._device.wait_event(mark.result() if isinstance(mark, Future) else mark)
+        self._device.wait_event(_result(mark) if isinstance(mark, Future) else mark)
         self._forget_done()  # of what was written before and could not be, wrong bytes have come back
 
     def _forget_done(self) -> None:
         """Raises what one of them raised."""
         while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().result()
+            _result(self._under_way.popleft())
 
     def _stage(self, num_bytes: int) -> Slot:
         self._forget_done()
         while self._under_way and self._staging.taken_bytes + num_bytes > _STAGING:
-            self._under_way.popleft().result()
+            _result(self._under_way.popleft())
         return self._staging.take(num_bytes)
 
     def _write(self, event: Any, stage: Slot, num_bytes: int, offset: int) -> None:
