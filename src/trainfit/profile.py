@@ -24,6 +24,8 @@ Tier = Literal[
     "offload_pointwise",
     "offload_full",
     "discard",
+    "graph_70",
+    "graph_30",
     "chosen_1",
     "chosen_2",
     "chosen_3",
@@ -50,7 +52,10 @@ TIERS: tuple[Tier, ...] = tuple(tier for tier in ALL_TIERS if tier not in CHOSEN
 SEARCH_TIERS: tuple[Tier, ...] = TIERS[:4]  # those that a search takes; the others are what people are used to
 # What tiers do to gradients; those that are not named keep every bit.
 TIER_ACCURACY: Mapping[Tier, Accuracy] = {"keep_bf16": "rounding", "keep_int8": "lossy", "keep_fp8": "lossy"}
-COMPILED_TIERS: tuple[Tier, ...] = ("keep", "full")  # those that a compiled block may have
+# Those of compiled blocks alone: of what the block's graph would save for backward, the share that it may save.
+GRAPH_TIERS: Mapping[Tier, float] = {"graph_70": 0.7, "graph_30": 0.3}
+EAGER_TIERS: tuple[Tier, ...] = tuple(tier for tier in TIERS if tier not in GRAPH_TIERS)
+COMPILED_TIERS: tuple[Tier, ...] = ("keep", *GRAPH_TIERS, "full")  # those that a compiled block may have
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 WEIGHT_STORAGES: tuple[WeightStorage, ...] = get_args(WeightStorage)

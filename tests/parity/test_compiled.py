@@ -68,14 +68,15 @@ def rehearsed(planned: Strategy) -> Profile:
 
 
 def test_compiled_gradients_are_plain_trainings_to_rounding_and_its_bytes_are_as_rehearsed():
-    """CK-13. The one test that compiles kernels: blocks that keep and one that recomputes, from one graph."""
-    planned = strategy("keep", "full", "keep")
+    """CK-13. The one test that compiles kernels: blocks that keep and one that recomputes, from one graph; and a graph
+    that saves less."""
+    planned = strategy("keep", "full", "graph_30")
     step = build_step(workload(), planned, CPU, max_grad_norm=None, model=make_model(workload()))
     batch = random_batch(workload(), rows=4)
     found = planned_gradients(step, list(batch.split(2)))
     # Kernels fuse what eager rounds between operators, and sum in another order: some ulps of fp32, not to the bit.
     assert largest_difference(found, plain_gradients(make_model(workload()), batch)) < 1e-5
-    assert graphs_of(step) == 1
+    assert graphs_of(step) == 2
     measured = measure(workload(), planned, CPU, steps=0)  # compiles the same graph, from PyTorch's cache
     predicted = rehearsed(planned)
     assert predicted.peak_bytes == measured.peak_bytes
@@ -90,8 +91,10 @@ def test_compiled_blocks_save_less_than_eager_and_a_budget_makes_it_less_still()
     eager = rehearsed(replace(strategy("keep", "keep", "keep"), compile=Compile()))
     whole = rehearsed(strategy("keep", "keep", "keep"))
     half = rehearsed(strategy("keep", "keep", "keep", budget=0.3))
+    assert half.phases == rehearsed(strategy("graph_30", "graph_30", "graph_30")).phases
+    mixed = rehearsed(strategy("keep", "graph_30", "graph_30"))
     full = rehearsed(strategy("full", "full", "full"))
-    peaks = [profile.phases["loss"] for profile in (eager, whole, half, full)]
+    peaks = [profile.phases["loss"] for profile in (eager, whole, mixed, half, full)]
     assert peaks == sorted(set(peaks), reverse=True)
 
 
@@ -125,6 +128,11 @@ def test_a_model_that_was_compiled_can_be_built_again_without():
 def test_tiers_that_keep_single_operators_are_refused(tier: Tier):
     with pytest.raises(RecipeError, match=f"activation tier '{tier}' keeps what single operators make"):
         strategy("keep", tier)
+
+
+def test_tiers_of_graphs_are_refused_for_blocks_as_they_are_written():
+    with pytest.raises(RecipeError, match="activation tier 'graph_30' is one of compiled blocks; set compile: block"):
+        replace(strategy("keep", "graph_30"), compile=Compile())
 
 
 @pytest.mark.parametrize(

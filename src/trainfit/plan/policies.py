@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from trainfit.errors import RecipeError
-from trainfit.profile import TIERS, Tier
+from trainfit.profile import EAGER_TIERS, Tier
 from trainfit.step.strategy_text import parse_tiers
 
 ArgumentKind = Literal["none", "count", "ratio"]
@@ -227,7 +227,7 @@ class _Kind:
 
 
 _KINDS: Mapping[str, _Kind] = {
-    **{tier: _Kind(_uniform(tier), f"{tier} for every block") for tier in TIERS},
+    **{tier: _Kind(_uniform(tier), f"{tier} for every block") for tier in EAGER_TIERS},
     "none": _Kind(_uniform("keep"), "nothing is recomputed"),
     "every": _Kind(_every, "every K-th block in full", "count"),
     "memory": _Kind(_by_memory, "early blocks in full, as few as fit", needs_prices=True),

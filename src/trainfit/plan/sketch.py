@@ -5,7 +5,8 @@ Bytes of a block are a constant and a part that grows with the tokens, and so, b
 memory to bound by arithmetic, are its seconds. The shell's bytes grow with the tokens and with those of one chunk of
 the loss, its seconds with the tokens and with the number of chunks. Two traces draw the line of the blocks, three of
 the shell its plane. Of T tensor ranks each has a constant part of a block and 1 / T of the rest, and its collectives
-take as long as (T - 1) / T of what they carry, so one more trace, of the most ranks, gives any number of them. What is
+take as long as (T - 1) / T of what they carry, so one more trace, of the most ranks, gives any number of them. A tier
+that needs a graph of its own takes seconds to trace: so with one sequence only, and it grows as `keep` does. What is
 chosen is traced at its own size before it is solved.
 """
 
@@ -16,7 +17,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from trainfit.hardware import Hardware
-from trainfit.profile import BlockTrace, OptimizerVariant, Precision, ShellTrace, TensorParallel, Tier
+from trainfit.profile import GRAPH_TIERS, BlockTrace, OptimizerVariant, Precision, ShellTrace, TensorParallel, Tier
 from trainfit.rehearsal.model_trace import ModelTrace
 from trainfit.rehearsal.trace import Tracer
 from trainfit.second_process import SecondProcess
@@ -73,7 +74,10 @@ class Sketch:
             two = self._begun[None]()
             assert two is not None
         else:
-            two = tracer.trace(2, precision, (1, *chunks[2:]), accumulates=True) if max_size > 1 else self._one
+            few = [tier for tier in tracer.tiers if tier not in GRAPH_TIERS]
+            two = self._one
+            if max_size > 1:
+                two = tracer.trace(2, precision, (1, *chunks[2:]), accumulates=True, tiers=few)
         self._two = two
 
     @cached_property
@@ -83,7 +87,11 @@ class Sketch:
     def blocks(self, size: int) -> _Blocks:
         if size not in self._lines:
             one, two = self._one.blocks, self._two.blocks
-            self._lines[size] = {key: _line(one[key], two[key], size) for key in one}
+            lines = {key: _line(one[key], two[key], size) for key in two}
+            for structure, tier in one.keys() - two.keys():
+                like: tuple[int, Tier] = (structure, "keep")
+                lines[structure, tier] = _grown(one[structure, tier], one[like], lines[like])
+            self._lines[size] = lines
         return self._lines[size]
 
     def split_blocks(self, size: int, ranks: int, setting: TensorParallel, most_ranks: int) -> _Blocks | None:
@@ -171,6 +179,12 @@ def _constant_parts(whole: BlockTrace, split: BlockTrace, ranks: int) -> list[fl
 def _fields(trace: BlockTrace | ShellTrace) -> tuple[Any, ...]:
     """As dataclasses.astuple, which copies each number."""
     return tuple(getattr(trace, name) for name in trace.__dataclass_fields__)
+
+
+def _grown(trace: BlockTrace, like: BlockTrace, like_there: BlockTrace) -> BlockTrace:
+    """A block of one sequence at the size where another tier of it is like_there."""
+    fields = zip(_fields(trace), _fields(like), _fields(like_there))
+    return BlockTrace(*(type(value)(value * there / here) if here else value for value, here, there in fields))
 
 
 def _line(one: T, two: T, size: int) -> T:

@@ -63,7 +63,7 @@ class Tracers:
             "frozen_weights": self.target.frozen_weights,
             "precision": self.target.precision,
             "cast": self.target.cast if not is_half else "operator",
-            "tiers": [tier for tier in tiers if tier in COMPILED_TIERS] if compiled.blocks else tiers,
+            "tiers": COMPILED_TIERS if compiled.blocks else tiers,
             "attention": attention or self._usual,
             "offload": self.target.offload,
         }

@@ -16,6 +16,7 @@ from trainfit.hardware import Hardware, Ranks
 from trainfit.hardware.runtime import rehearsed
 from trainfit.operators import BlockGraph, KeptOperators
 from trainfit.profile import (
+    GRAPH_TIERS,
     SEARCH_TIERS,
     Attention,
     BlockTrace,
@@ -54,6 +55,7 @@ from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
 from trainfit.techniques.compiled import Graphs, compile_block, forget_compile
 from trainfit.techniques.compression import CompressionPlan
 from trainfit.techniques.frozen_weights import FrozenWeights
+from trainfit.techniques.inductor import Compiled
 from trainfit.techniques.offload import OFFLOADED, Stash, new_stash
 from trainfit.techniques.optimizer import OptimizerStates, states_on_device
 from trainfit.techniques.tensor_parallel import TensorSplit
@@ -148,12 +150,14 @@ class Tracer:
         chunks: Iterable[int],
         *,
         accumulates: bool,
+        tiers: Sequence[Tier] | None = None,
     ) -> ModelTrace:
         """Every tier of every structure, and the shell with the loss in each number of chunks.
 
-        accumulates: parameters hold the gradients of earlier micro batches already. The same call is traced once.
+        accumulates: parameters hold the gradients of earlier micro batches already. tiers: those alone, not all. The
+        same call is traced once.
         """
-        key = (micro_batch_size, precision, tuple(chunks), accumulates)
+        key = (micro_batch_size, precision, tuple(chunks), accumulates, tuple(self.tiers if tiers is None else tiers))
         if key not in self._traces:
             self._traces[key] = self._trace(*key)
         return self._traces[key]
@@ -164,6 +168,7 @@ class Tracer:
         precision: Precision,
         chunks: Iterable[int],
         accumulates: bool,
+        tiers: Iterable[Tier],
     ) -> ModelTrace:
         with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
@@ -173,7 +178,7 @@ class Tracer:
                     partial(self._trace_block, block, tier, precision, inputs, micro_batch_size),
                 )
                 for structure, (block, inputs) in captured.items()
-                for tier in self.tiers
+                for tier in tiers
             }
             shell = {
                 count: self._once(
@@ -402,14 +407,15 @@ class Tracer:
         before = vars(block).get("forward")
         accelerator = self._build.accelerator
         stash = new_stash(self._offload, accelerator) if tier in OFFLOADED else None
-        if tier != "keep":
+        if tier != "keep" and tier not in GRAPH_TIERS:
             recompute_block(block, tier, accelerator, stash=stash, chosen=chosen)
         if stash is not None:
             offload_block(block, tier, stash)
         if self.compiled.blocks:
-            key = micro_batch_size, precision
+            budget = GRAPH_TIERS.get(tier, self.compiled.budget)
+            key = micro_batch_size, precision, budget
             if key not in self._graphs:
-                self._graphs[key] = Graphs(self.compiled, is_fake=True)
+                self._graphs[key] = Graphs(budget, Compiled(), is_fake=True)
             compile_block(block, self._graphs[key])
         try:
             args, kwargs = leaves_of(inputs, carries=self._carries)

@@ -12,6 +12,7 @@ from trainfit.profile import (
     CHOSEN_TIERS,
     COMPILED_TIERS,
     FROZEN_STORAGES,
+    GRAPH_TIERS,
     MESH_DIMS,
     OPTIMIZER_KINDS,
     PIPELINE_SCHEDULES,
@@ -306,11 +307,13 @@ def check_compile(strategy: Strategy) -> None:
     if not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise RecipeError(f"compile.budget is {budget!r}; give a share between 0 and 1, such as 0.5")
     if not blocks:
+        if graphs := sorted(set(strategy.tiers) & set(GRAPH_TIERS)):
+            raise RecipeError(f"activation tier {graphs[0]!r} is one of compiled blocks; set compile: block")
         return
     if unseen := sorted(set(strategy.tiers) - set(COMPILED_TIERS)):
         raise RecipeError(
             f"activation tier {unseen[0]!r} keeps what single operators make, and a compiled block has none that can "
-            "be seen; use keep with compile.budget below 1, or full"
+            f"be seen; use {', '.join(COMPILED_TIERS)}"
         )
     if dims := [dim for dim, size in zip(MESH_DIMS, strategy.mesh.shape) if size > 1]:
         raise RecipeError(

@@ -15,6 +15,8 @@ recompute_mlp        all but what the block's mlp module saves inside; its input
 
 discard    what plain autograd saves but outputs of norms and activation functions, which their operator makes again
            from what it has saved itself; see made_again.py
+graph_70, graph_30
+           of compiled blocks alone: at most 70 or 30 % of what the block's graph would save; see compiled.py
 chosen_1, chosen_2, ...  outputs of single operators, which a plan chose by their costs (Strategy.kept_operators)
 
 These keep what plain autograd saves in fewer bytes, so gradients differ a little; see compression.py:
@@ -47,7 +49,7 @@ from torch import Tensor, nn
 from trainfit.errors import RecipeError
 from trainfit.hardware import Accelerator, Hardware
 from trainfit.operators import KeptOperators
-from trainfit.profile import SEARCH_TIERS, Offload, Tier
+from trainfit.profile import GRAPH_TIERS, SEARCH_TIERS, Offload, Tier
 from trainfit.techniques.base import Asked, Build, Draft, Stage
 from trainfit.techniques.blockwise_attention import FORWARD as BLOCKWISE_ATTENTION
 from trainfit.techniques.compression import COMPRESSED, CompressionPlan
@@ -222,12 +224,15 @@ class ActivationTiers:
         for block in build.blocks:
             forget_recompute(block)
         own = [tiers.get(name, "keep") for name in build.anatomy.blocks]
+        build.graph_budgets = {
+            name: GRAPH_TIERS[tier] for name, tier in zip(build.anatomy.blocks, own) if tier in GRAPH_TIERS
+        }
         stash = None
         if any(tier in OFFLOADED for tier in own):
             stash = new_stash(build.offload, build.accelerator)
             build.notes += notes_on(build.offload, build.accelerator)
         for number, (name, block, tier) in enumerate(zip(build.anatomy.blocks, build.blocks, own)):
-            if tier != "keep":
+            if tier != "keep" and tier not in GRAPH_TIERS:
                 recompute_block(block, tier, build.accelerator, name=name, stash=stash, chosen=chosen.get(tier))
             if stash is not None:
                 offload_block(block, tier, stash, number=number, is_last=number == len(own) - 1)

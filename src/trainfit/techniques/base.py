@@ -100,7 +100,7 @@ class Build:
     ranks: the processes that run this step together; one, unless the strategy has a mesh.
     whole: the whole model's anatomy, where model and anatomy are this rank's part of a pipeline.
     precision, cast: the strategy's, for techniques that cast. offload: for tiers that offload.
-    kept_operators: the strategy's, for its chosen tiers.
+    kept_operators: the strategy's, for its chosen tiers. graph_budgets: by block, of tiers that have one.
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
     run_stage: replaces compute_loss in a forward that may end before the loss, with hidden states for the next stage.
     root: the module whose call computes the same loss with what the model's ranks need around it; None where forward()
@@ -128,6 +128,7 @@ class Build:
     cast: Cast = "operator"
     offload: Offload = Offload()
     kept_operators: tuple[KeptOperators, ...] = ()
+    graph_budgets: Mapping[str, float] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)
     whole: Anatomy | None = None
     run_stage: LossFunction | None = None

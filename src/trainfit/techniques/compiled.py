@@ -10,7 +10,8 @@ NOTE [ Recompute around a graph ]
 A compiled block's operators run inside of its kernels, where no dispatch mode sees them: tiers that keep the outputs of
 single operators have nothing to keep. `full` works: its region runs the compiled forward again. What lies between the
 two is the graph's own budget: the share of what it would save that it may save, for which PyTorch's partitioner picks
-what backward computes again. Source: torch/_functorch/partitioners.py, choose_saved_values_set.
+what backward computes again. Compile.budget is that of all blocks, graph_70 and graph_30 are tiers of single ones.
+Source: torch/_functorch/partitioners.py, choose_saved_values_set.
 """
 
 from __future__ import annotations
@@ -60,10 +61,13 @@ class CompiledBlocks:
         is_fake = any(isinstance(parameter, FakeTensor) for parameter in build.model.parameters())
         if not is_fake:
             check_compiler(build.accelerator.device.type)
-        graphs = Graphs(setting, is_fake=is_fake)
-        build.compiled = graphs.done
+        build.compiled = Compiled()
+        graphs: dict[float, Graphs] = {}
         for name, block in zip(build.anatomy.blocks, build.blocks):
-            compile_block(block, graphs, name)
+            budget = build.graph_budgets.get(name, setting.budget)
+            if budget not in graphs:
+                graphs[budget] = Graphs(budget, build.compiled, is_fake=is_fake)
+            compile_block(block, graphs[budget], name)
 
 
 def compile_block(block: nn.Module, graphs: Graphs, name: str = "block") -> None:
@@ -107,17 +111,18 @@ class CompiledForward:
 
     def looked_after(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The same of a block that keeps what it saves, with a warning where that is more than eager's."""
-        done = self.graphs.done
-        if done.is_looked_at or not torch.is_grad_enabled() or self.graphs.is_fake != _any_fake((args, kwargs)):
+        graphs = self.graphs
+        if graphs.is_looked_at or not torch.is_grad_enabled() or graphs.is_fake != _any_fake((args, kwargs)):
             return self(block, *args, **kwargs)
         given = [*block.parameters(), *block.buffers(), *tree_leaves((args, kwargs))]
         with SavedBytes(given) as saved:
             output = self(block, *args, **kwargs)
-        done.is_looked_at = True
-        if saved.num_bytes > done.eager_bytes:
+        graphs.is_looked_at = True
+        if saved.num_bytes > graphs.done.eager_bytes:
             warnings.warn(
                 f"{self.name} compiled saves {format_bytes(saved.num_bytes)} for backward, as it is written "
-                f"{format_bytes(done.eager_bytes)}; compile with a budget (--compile block:0.5), or leave compile out",
+                f"{format_bytes(graphs.done.eager_bytes)}; compile with a budget (--compile block:0.5), or leave "
+                "compile out",
                 stacklevel=2,
             )
         return output
@@ -142,14 +147,14 @@ class CompiledBlock:
 
 
 class Graphs:
-    """All that one build compiles. See NOTE [ One compilation ].
+    """All that one build compiles with one budget. See NOTE [ One compilation ].
 
-    done: what was compiled so far.
+    done: what was compiled so far. is_looked_at: whether what a graph saves was compared with what eager code does.
     """
 
-    def __init__(self, setting: Compile, *, is_fake: bool) -> None:
-        self.setting, self.is_fake = setting, is_fake
-        self.done = Compiled()
+    def __init__(self, budget: float, done: Compiled, *, is_fake: bool) -> None:
+        self.budget, self.done, self.is_fake = budget, done, is_fake
+        self.is_looked_at = False
         copy = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
         self._function = torch.compile(copy, backend=self._compile, fullgraph=True)
 
@@ -167,8 +172,8 @@ class Graphs:
         try:
             self.done.eager_bytes = max(self.done.eager_bytes, eager_bytes(graph))
             if self.is_fake:
-                return lower_without_kernels(graph, inputs, self.setting.budget, self.done)
-            return lower(graph, inputs, self.setting.budget)
+                return lower_without_kernels(graph, inputs, self.budget, self.done)
+            return lower(graph, inputs, self.budget)
         finally:
             self.done.graphs += 1
             self.done.seconds += time.perf_counter() - begin

@@ -46,15 +46,13 @@ class Compiled:
     """What was compiled so far.
 
     graphs: of forward with its backward. kernels: only counted in a rehearsal. seconds: that it took here.
-    eager_bytes: what the largest graph saves for backward where it is run operator by operator. is_looked_at: whether
-    that was compared with what the compiled one saves.
+    eager_bytes: what the largest graph saves for backward where it is run operator by operator.
     """
 
     graphs: int = 0
     kernels: int = 0
     seconds: float = 0.0
     eager_bytes: int = 0
-    is_looked_at: bool = False
 
     @property
     def seconds_with_kernels(self) -> float:
