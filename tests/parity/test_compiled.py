@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from trainfit.errors import DeviceError, ModelError, RecipeError
 from trainfit.hardware import this_machine
-from trainfit.profile import Compile, Mesh, Profile, Tier, Zero
+from trainfit.plan import Target
+from trainfit.plan.search import Search
+from trainfit.plan.variants import Tracers
+from trainfit.profile import COMPILED_TIERS, GRAPH_TIERS, Compile, Mesh, Profile, Tier, Zero
 from trainfit.rehearsal import measure, rehearse, verify
 from trainfit.step import Strategy, TrainStep, build_step
 from trainfit.techniques import compiled
@@ -122,6 +125,29 @@ def test_a_model_that_was_compiled_can_be_built_again_without():
     assert not any("ompiled" in str(vars(block)["forward"].forward) for block in model.layers)
     build(workload(), model=model)
     assert [vars(block).get("forward") for block in model.layers] == before
+
+
+def test_a_search_mixes_graphs_that_save_less_and_draws_their_lines_from_one_size():
+    hardware = this_machine("cpu")
+    target = Target(2**30, 4 * SEQ_LEN, SEQ_LEN, may_change=frozenset({"compile"}))
+    search = Search(Tracers(workload(6), hardware, target), hardware, target, 2**30)
+    point = next(
+        bounded.point
+        for bounded in search.points
+        if bounded.point.strategy.compile.blocks and bounded.point.strategy.micro_batch_size == 2
+    )
+    drawn, traced = (
+        [case.uniform(tier) for tier in COMPILED_TIERS] for case in (search.sketched(point), search.traced(point))
+    )
+    for (there,), (here,) in zip(drawn, traced):
+        # A graph of another size reuses its buffers in other ways: by one tensor of hidden states at most, of one block.
+        assert there.peak_bytes == pytest.approx(here.peak_bytes, abs=2 * SEQ_LEN * DIM * 4 + 1024)
+        assert there.seconds / drawn[0][0].seconds == pytest.approx(here.seconds / traced[0][0].seconds, rel=0.05)
+    highest, lowest = (search.traced(point).peak(traced[index]) for index in (0, -1))
+    found = search.solve(point, (highest + lowest) // 2)
+    assert set(found.strategy.tiers) & set(GRAPH_TIERS)
+    predicted = rehearse(workload(6), found.strategy, hardware)
+    assert found.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("tier", ["pointwise", "attention", "selective", "recompute_mlp"])

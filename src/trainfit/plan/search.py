@@ -170,7 +170,7 @@ class Search:
         trace = sketch.trace(size, strategy.loss_chunks, split)
         return self._case(point, trace, tracer, is_split=split is not None)
 
-    def _traced(self, point: Point) -> Case:
+    def traced(self, point: Point) -> Case:
         strategy = point.strategy
         tracer = self.tracers.of(strategy.optimizer, strategy.compile, strategy.attention)
         what = strategy.micro_batch_size, strategy.precision, (strategy.loss_chunks,)
@@ -270,7 +270,7 @@ class Search:
         key = point, allowed_bytes, traced
         if key not in self._solved:
             self.on_progress(f"solving {len(self._solved) + 1} of {len(self.points)}")
-            case = self._traced(point) if traced else self.sketched(point)
+            case = self.traced(point) if traced else self.sketched(point)
             solutions = case.fastest(allowed_bytes, gap=0.0 if traced else _SKETCH_GAP)
             self._solved[key] = None if solutions is None else self.candidate(case, solutions)
         return self._solved[key]
@@ -288,7 +288,7 @@ class Search:
         return best
 
     def smallest_of(self, point: Point, *, traced: bool = True) -> Candidate:
-        case = self._traced(point) if traced else self.sketched(point)
+        case = self.traced(point) if traced else self.sketched(point)
         return self.candidate(case, case.smallest())
 
     def uniform(self, case: Case) -> Iterator[Candidate]:

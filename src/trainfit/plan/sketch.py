@@ -6,8 +6,8 @@ memory to bound by arithmetic, are its seconds. The shell's bytes grow with the 
 the loss, its seconds with the tokens and with the number of chunks. Two traces draw the line of the blocks, three of
 the shell its plane. Of T tensor ranks each has a constant part of a block and 1 / T of the rest, and its collectives
 take as long as (T - 1) / T of what they carry, so one more trace, of the most ranks, gives any number of them. A tier
-that needs a graph of its own takes seconds to trace: so with one sequence only, and it grows as `keep` does. What is
-chosen is traced at its own size before it is solved.
+that needs a graph of its own takes seconds to trace: so with one sequence only; of its bytes and seconds as much does
+not grow as of keep's. What is chosen is traced at its own size before it is solved.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Sketch:
             one, two = self._one.blocks, self._two.blocks
             lines = {key: _line(one[key], two[key], size) for key in two}
             for structure, tier in one.keys() - two.keys():
-                like: tuple[int, Tier] = (structure, "keep")
-                lines[structure, tier] = _grown(one[structure, tier], one[like], lines[like])
+                keep: tuple[int, Tier] = (structure, "keep")
+                lines[structure, tier] = _line_like(one[keep], two[keep], one[structure, tier], size)
             self._lines[size] = lines
         return self._lines[size]
 
@@ -181,10 +181,10 @@ def _fields(trace: BlockTrace | ShellTrace) -> tuple[Any, ...]:
     return tuple(getattr(trace, name) for name in trace.__dataclass_fields__)
 
 
-def _grown(trace: BlockTrace, like: BlockTrace, like_there: BlockTrace) -> BlockTrace:
-    """A block of one sequence at the size where another tier of it is like_there."""
-    fields = zip(_fields(trace), _fields(like), _fields(like_there))
-    return BlockTrace(*(type(value)(value * there / here) if here else value for value, here, there in fields))
+def _line_like(one: BlockTrace, two: BlockTrace, other: BlockTrace, size: int) -> BlockTrace:
+    """Another block of one sequence at another size: of it does not grow what of the first does not."""
+    fixed = [2 * a - b for a, b in zip(_fields(one), _fields(two))]
+    return BlockTrace(*(max(0, part + (value - part) * size) for part, value in zip(fixed, _fields(other))))
 
 
 def _line(one: T, two: T, size: int) -> T:
