@@ -54,7 +54,6 @@ SEARCH_TIERS: tuple[Tier, ...] = TIERS[:4]  # those that a search takes; the oth
 TIER_ACCURACY: Mapping[Tier, Accuracy] = {"keep_bf16": "rounding", "keep_int8": "lossy", "keep_fp8": "lossy"}
 # Those of compiled blocks alone: of what the block's graph would save for backward, the share that it may save.
 GRAPH_TIERS: Mapping[Tier, float] = {"graph_70": 0.7, "graph_30": 0.3}
-EAGER_TIERS: tuple[Tier, ...] = tuple(tier for tier in TIERS if tier not in GRAPH_TIERS)
 COMPILED_TIERS: tuple[Tier, ...] = ("keep", *GRAPH_TIERS, "full")  # those that a compiled block may have
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)

@@ -140,7 +140,7 @@ def test_a_search_mixes_graphs_that_save_less_and_draws_their_lines_from_one_siz
         [case.uniform(tier) for tier in COMPILED_TIERS] for case in (search.sketched(point), search.traced(point))
     )
     for (there,), (here,) in zip(drawn, traced):
-        # A graph of another size reuses its buffers in other ways: by one tensor of hidden states at most, of one block.
+        # A graph of another size reuses its buffers in other ways: by one tensor of hidden states, in one block.
         assert there.peak_bytes == pytest.approx(here.peak_bytes, abs=2 * SEQ_LEN * DIM * 4 + 1024)
         assert there.seconds / drawn[0][0].seconds == pytest.approx(here.seconds / traced[0][0].seconds, rel=0.05)
     highest, lowest = (search.traced(point).peak(traced[index]) for index in (0, -1))

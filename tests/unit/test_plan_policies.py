@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainfit.errors import RecipeError
 from trainfit.plan.policies import USUAL, Policy, Prices, Situation, parse_policy, policy_names
-from trainfit.profile import EAGER_TIERS, SEARCH_TIERS, Tier
+from trainfit.profile import SEARCH_TIERS, TIERS, Tier
 from trainfit.step import format_tiers, parse_tiers
 
 counts = st.integers(1, 999_999)
@@ -19,7 +19,7 @@ policies = st.one_of(
     fixed.map(Policy),
     st.builds(Policy, st.sampled_from([name[:-2] for name in policy_names() if name.endswith(":K")]), counts),
     st.builds(Policy, st.just("ratio"), st.floats(0, 1)),
-    st.lists(st.sampled_from(EAGER_TIERS), min_size=2, max_size=9)
+    st.lists(st.sampled_from(TIERS), min_size=2, max_size=9)
     .map(format_tiers)
     .filter(lambda text: "*" in text)
     .map(lambda text: Policy("list", text)),
@@ -31,7 +31,7 @@ def test_a_policy_is_read_back_from_its_text(policy: Policy):
     assert parse_policy(str(policy)) == policy
 
 
-@given(st.lists(st.sampled_from(EAGER_TIERS), min_size=1, max_size=12).map(tuple))
+@given(st.lists(st.sampled_from(TIERS), min_size=1, max_size=12).map(tuple))
 def test_what_tiers_are_printed_as_is_a_policy_for_the_same(tiers: tuple[Tier, ...]):
     """And all that --activation took before policies had names."""
     assert parse_policy(format_tiers(tiers)).tiers(Situation(len(tiers))) == tiers

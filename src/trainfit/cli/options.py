@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainfit.errors import RecipeError
-from trainfit.profile import EAGER_TIERS, Mesh, Zero
+from trainfit.profile import TIERS, Mesh, Zero
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Built-in name, Hugging Face config.json or its folder, or a recipe.")
@@ -80,7 +80,7 @@ HtmlOption = Annotated[
 ]
 
 # Those of plan/policies.py, which imports torch.
-POLICY_NAMES = ", ".join(EAGER_TIERS) + (
+POLICY_NAMES = ", ".join(TIERS) + (
     ", none, every:K, memory, cost, ratio:R, huggingface, torchtitan, torchtitan:full, torchtitan:selective:K, "
     "megatron:selective, megatron:selective:mlp, megatron:uniform:K, megatron:block:K"
 )

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from typing import Literal
 
 from trainfit.errors import RecipeError
-from trainfit.profile import EAGER_TIERS, Tier
-from trainfit.step.strategy_text import parse_tiers
+from trainfit.profile import TIERS, Tier
+from trainfit.step.strategy_text import parse_tiers, tiers_named
 
 ArgumentKind = Literal["none", "count", "ratio"]
 Tiers = tuple[Tier, ...]
@@ -68,6 +68,11 @@ class Policy:
     def words(self) -> str:
         """What it does, in a few words."""
         return _KINDS[self.name].words if self.name in _KINDS else "as listed"
+
+    @property
+    def named(self) -> frozenset[Tier]:
+        """The tiers that its text names; none where it picks them."""
+        return tiers_named(str(self.argument)) if self.name == _LIST else frozenset(set(TIERS) & {self.name})
 
     def tiers(self, situation: Situation) -> Tiers:
         """One for each block. Raises RecipeError for a list of another length, and for prices that are missing."""
@@ -227,7 +232,7 @@ class _Kind:
 
 
 _KINDS: Mapping[str, _Kind] = {
-    **{tier: _Kind(_uniform(tier), f"{tier} for every block") for tier in EAGER_TIERS},
+    **{tier: _Kind(_uniform(tier), f"{tier} for every block") for tier in TIERS},
     "none": _Kind(_uniform("keep"), "nothing is recomputed"),
     "every": _Kind(_every, "every K-th block in full", "count"),
     "memory": _Kind(_by_memory, "early blocks in full, as few as fit", needs_prices=True),

@@ -152,6 +152,11 @@ def parse_tiers(text: str, num_blocks: int) -> tuple[Tier, ...]:
     return tuple(tiers)
 
 
+def tiers_named(text: str) -> frozenset[Tier]:
+    """Those of a list, of however many blocks."""
+    return frozenset(_parse_run(part, text)[1] for part in text.split(","))
+
+
 def _parse_run(part: str, text: str) -> tuple[int, Tier]:
     match = re.fullmatch(r"\s*(?:(\d+)\s*\*\s*)?([a-z][a-z0-9_]*)\s*", part)
     if match is None:

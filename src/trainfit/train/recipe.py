@@ -34,6 +34,7 @@ from trainfit.profile import (
     WeightStorage,
     Zero,
 )
+from trainfit.step.strategy_rules import check_tiers_of_graphs
 from trainfit.step.strategy_text import parse_compile
 from trainfit.units import parse_bytes, parse_count
 from trainfit.workload import LoRASettings
@@ -340,6 +341,7 @@ class Recipe(_Section):
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is more than steps {self.steps}; lower it"
             )
         self._check_lengths()
+        self._check_compiled()
         if self.zero.reshard_size and self.zero.stage != 3:
             stage = "not set" if self.zero.stage is None else str(self.zero.stage)
             raise RecipeError(
@@ -347,6 +349,12 @@ class Recipe(_Section):
                 "zero.stage=3 or leave zero.reshard_size out"
             )
         return self
+
+    def _check_compiled(self) -> None:
+        """What a strategy would refuse too, but only once it is planned."""
+        compiles = self.compile != "none"
+        if self.activation is not None and (compiles or "compile" not in self.may_change):
+            check_tiers_of_graphs(parse_policy(self.activation).named, compiles=compiles)
 
     def _check_lengths(self) -> None:
         if self.per_batch is not None and self.data.lengths != "documents":
