@@ -10,6 +10,7 @@ Phase = Literal["forward", "loss", "backward", "optimizer", "save"]
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporary", "communication", "loss"]
 Tier = Literal[
     "keep",
+    "discard",
     "pointwise",
     "attention",
     "full",
@@ -23,7 +24,6 @@ Tier = Literal[
     "offload",
     "offload_pointwise",
     "offload_full",
-    "discard",
     "graph_70",
     "graph_30",
     "chosen_1",
@@ -49,7 +49,8 @@ ALL_TIERS: tuple[Tier, ...] = get_args(Tier)
 # What these keep is not the same in every run: Strategy.kept_operators says it, and a plan makes it.
 CHOSEN_TIERS: tuple[Tier, ...] = tuple(tier for tier in ALL_TIERS if tier.startswith("chosen_"))
 TIERS: tuple[Tier, ...] = tuple(tier for tier in ALL_TIERS if tier not in CHOSEN_TIERS)  # those a person may ask for
-SEARCH_TIERS: tuple[Tier, ...] = TIERS[:4]  # those that a search takes; the others are what people are used to
+SEARCH_TIERS: tuple[Tier, ...] = TIERS[:5]  # those that a search takes; others it takes where it may, or are what
+# people are used to
 # What tiers do to gradients; those that are not named keep every bit.
 TIER_ACCURACY: Mapping[Tier, Accuracy] = {"keep_bf16": "rounding", "keep_int8": "lossy", "keep_fp8": "lossy"}
 # Those of compiled blocks alone: of what the block's graph would save for backward, the share that it may save.

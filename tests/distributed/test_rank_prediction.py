@@ -80,7 +80,7 @@ def test_a_window_of_any_length_is_rehearsed_by_three_micro_batches():
     assert profiles[6].step_seconds == pytest.approx(profiles[3].step_seconds + 3 * added)
 
 
-@pytest.mark.parametrize("activation", ["keep", "pointwise", "attention", "full"])
+@pytest.mark.parametrize("activation", ["keep", "discard", "pointwise", "attention", "full"])
 def test_nothing_of_a_step_outlives_it_on_tensor_ranks(activation: str):
     """Between steps there are masters and moments: the whole model's, but what tensor ranks split is halved."""
     with torch.device("meta"):
@@ -95,7 +95,7 @@ SPLIT_SEQUENCES = {
     activation: strategy_of(
         activation, rows=8, accumulation_steps=2, mesh=Mesh(tensor=2), tensor=TensorParallel(sequence=True)
     )
-    for activation in ("keep", "pointwise", "full")
+    for activation in ("keep", "discard", "pointwise", "full")
 }
 
 

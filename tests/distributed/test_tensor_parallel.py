@@ -103,7 +103,7 @@ TWO_RANKS = [
     Case("llama", TENSOR),
     Case("llama", TENSOR, accumulation=4, tier="full", loss_chunks=2, sequence=True),
     Case("qwen2", TENSOR, tier="full", sequence=True),
-    Case("qwen3", TENSOR, accumulation=4, tier="pointwise", loss_chunks=2),
+    Case("qwen3", TENSOR, accumulation=4, tier="discard", loss_chunks=2),
     Case("qwen3", TENSOR, tier="pointwise", sequence=True),
     Case("mistral", TENSOR, accumulation=4, tier="full", frozen=True),
     Case("mistral", TENSOR, tier="attention", sequence=True),
@@ -116,7 +116,7 @@ TWO_RANKS = [
 ]
 FOUR_RANKS = [
     Case("llama", SHARDED, stage=1, accumulation=4, tier="pointwise", loss_chunks=2),
-    Case("llama", SHARDED, stage=2, accumulation=4, tier="full"),
+    Case("llama", SHARDED, stage=2, accumulation=4, tier="discard"),
     Case("llama", SHARDED, stage=3, tier="full", loss_chunks=2, sequence=True),
     Case("llama", COPIES, accumulation=4, tier="pointwise", frozen=True),
     Case("qwen3", SHARDED, stage=3, accumulation=4, tier="pointwise", frozen=True),

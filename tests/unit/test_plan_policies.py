@@ -105,13 +105,13 @@ def test_usual_ones_are_policies():
 @st.composite
 def priced(draw: st.DrawFn) -> Prices:
     """Blocks that save less and take longer from tier to tier; the peak is what is saved and a floor."""
-    blocks = draw(st.integers(1, 4))
-    order: tuple[Tier, ...] = ("keep", "pointwise", "attention", "full")
+    blocks = draw(st.integers(1, 3))
+    order = SEARCH_TIERS
     saved: dict[Tier, list[int]] = {tier: [] for tier in order}
     seconds: dict[Tier, list[float]] = {tier: [] for tier in order}
     for _ in range(blocks):
-        sizes = sorted(draw(st.lists(st.integers(1, 100), min_size=4, max_size=4)), reverse=True)
-        times = sorted(draw(st.lists(st.integers(1, 100), min_size=4, max_size=4)))
+        sizes = sorted(draw(st.lists(st.integers(1, 100), min_size=len(order), max_size=len(order))), reverse=True)
+        times = sorted(draw(st.lists(st.integers(1, 100), min_size=len(order), max_size=len(order))))
         for tier, size, time in zip(order, sizes, times):
             saved[tier].append(size)
             seconds[tier].append(float(time))
