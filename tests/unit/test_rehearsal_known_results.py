@@ -26,7 +26,8 @@ def seen(output: Any, given: Tensor) -> Any:
     storage = output.untyped_storage()
     shares = storage._cdata == given.untyped_storage()._cdata
     shape = tuple(output.shape), output.stride(), output.storage_offset(), output.dtype, output.device.type
-    return shape, storage.nbytes(), shares, output is given, output.is_conj(), output.is_neg(), output.requires_grad
+    flags = shares, output is given, output.is_conj(), output.is_neg(), output.requires_grad
+    return shape, storage.nbytes(), flags, sorted(vars(output)), str(torch._C._dispatch_keys(output))
 
 
 def under(mode: AbstractContextManager[Any], make: Callable[[], Tensor], run: Run) -> Any:

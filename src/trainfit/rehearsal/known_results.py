@@ -11,36 +11,49 @@ devices, and all in inference mode, whose tensors are not made like this) is ask
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _MOST = 200_000  # entries, a few hundred bytes each
 _CHANGES_SHAPE = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
 _CPU = torch.device("cpu")
+_ATTRIBUTES = "trainfit_attributes_of_new_tensors"
 
 # Of an output: the argument that it is; or the one whose memory it sees (None: its own) and its shape, strides, offset
 # and dtype.
 _Known = int | tuple[int | None, tuple[int, ...], tuple[int, ...], int, torch.dtype]
 _results: dict[Any, tuple[_Known, ...] | None] = {}
-_kinds: dict[Any, bool] = {}
+
+
+class _Kind(NamedTuple):
+    """Of an operator: itself, whether its results may be remembered, and how it gives them."""
+
+    func: Any  # held, so that its id stays its own
+    may_be_known: bool
+    gives: type[Any]  # Tensor, or a list or tuple of them
+
+
+_kinds: dict[int, _Kind] = {}  # by id: an operator's hash is computed in Python
 
 
 def known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Any) -> Any:
     """compute(func, args, kwargs), or what it would give: known of FakeTensors on the CPU."""
-    if not _may_be_known(func) or torch.is_inference_mode_enabled():
+    kind = _kinds.get(id(func)) or _kind_of(func)
+    if not kind.may_be_known or torch.is_inference_mode_enabled():
         return compute(func, args, kwargs)
     tensors: list[FakeTensor] = []
-    key = (func, _key(args, tensors), _key(tuple(kwargs.items()), tensors)) if kwargs else (func, _key(args, tensors))
+    key = id(func), _key(args, tensors), _key(kwargs.items(), tensors) if kwargs else None
     if not tensors or not all(map(_is_plain, tensors)):
         return compute(func, args, kwargs)
     if key in _results:
         if (known := _results[key]) is None:
             return compute(func, args, kwargs)
         made = _made(known, tensors)
-        return made[0] if len(known) == 1 and not _gives_several(func) else _several(func, made)
+        return made[0] if kind.gives is Tensor else kind.gives(made)
     output = compute(func, args, kwargs)
     if len(_results) >= _MOST:
         _results.clear()
@@ -48,22 +61,24 @@ def known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compu
     return output
 
 
-def _may_be_known(func: Any) -> bool:
-    if (known := _kinds.get(func)) is None:
-        schema = func._schema
-        writes = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
-        in_place = len(writes) == 1 and writes[0] is not None and schema.name.endswith("_")
-        known = _kinds[func] = (
-            func.namespace == "aten"
-            and bool(schema.returns)
-            and all(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns)
-            and (not writes or in_place)
-            and torch.Tag.inplace_view not in func.tags
-            and torch.Tag.dynamic_output_shape not in func.tags
-            and torch.Tag.data_dependent_output not in func.tags
-            and schema.name not in _CHANGES_SHAPE
-        )
-    return known
+def _kind_of(func: Any) -> _Kind:
+    schema = func._schema
+    results = [str(result.type) for result in schema.returns]
+    writes = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    in_place = len(writes) == 1 and writes[0] is not None and schema.name.endswith("_")
+    may_be_known = (
+        func.namespace == "aten"
+        and bool(results)
+        and all(result in ("Tensor", "List[Tensor]") for result in results)
+        and (not writes or in_place)
+        and torch.Tag.inplace_view not in func.tags
+        and torch.Tag.dynamic_output_shape not in func.tags
+        and torch.Tag.data_dependent_output not in func.tags
+        and schema.name not in _CHANGES_SHAPE
+    )
+    gives: type[Any] = tuple if len(results) > 1 else list if results == ["List[Tensor]"] else Tensor
+    kind = _kinds[id(func)] = _Kind(func, may_be_known, gives)
+    return kind
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -77,22 +92,18 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _key(value: Any, tensors: list[Any]) -> Any:
+def _key(values: Iterable[Any], tensors: list[Any]) -> tuple[Any, ...]:
     """Equal for arguments that give the same shapes; collects the tensors in order."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return value.shape, value.stride(), value.storage_offset(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple([_key(each, tensors) for each in value])
-    return type(value), value
-
-
-def _gives_several(func: Any) -> bool:
-    return len(func._schema.returns) > 1 or str(func._schema.returns[0].type) == "List[Tensor]"
-
-
-def _several(func: Any, made: list[Tensor]) -> Any:
-    return made if len(func._schema.returns) == 1 else tuple(made)
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            parts.append((value.shape, value.stride(), value.storage_offset(), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            parts.append(_key(value, tensors))
+        else:
+            parts.append((type(value), value))
+    return tuple(parts)
 
 
 def _description(output: Any, tensors: list[FakeTensor]) -> tuple[_Known, ...] | None:
@@ -119,18 +130,32 @@ def _description(output: Any, tensors: list[FakeTensor]) -> tuple[_Known, ...] |
 
 
 def _made(known: tuple[_Known, ...], tensors: list[FakeTensor]) -> list[Tensor]:
-    mode = tensors[0].fake_mode
+    attributes = _attributes(tensors[0].fake_mode)
     made: list[Tensor] = []
-    for each in known:
-        if isinstance(each, int):
-            made.append(tensors[each])
-            continue
-        base, shape, stride, offset, dtype = each
-        with in_kernel_invocation_manager(mode):
+    with torch._C._DisableTorchDispatch():
+        for each in known:
+            if isinstance(each, int):
+                made.append(tensors[each])
+                continue
+            base, shape, stride, offset, dtype = each
             if base is None:
-                empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             else:
-                empty = torch.empty(0, dtype=dtype, device="meta")
-                empty.set_(tensors[base].untyped_storage(), offset, shape, stride)
-        made.append(FakeTensor(mode, empty, _CPU))
+                plain = torch.empty(0, dtype=dtype, device="meta")
+                plain.set_(tensors[base].untyped_storage(), offset, shape, stride)
+            # As FakeTensor(mode, plain, _CPU), which looks at its arguments and sets attributes one by one for longer
+            # than all the rest takes.
+            fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=_CPU)
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+            vars(fake).update(attributes)
+            made.append(fake)
     return made
+
+
+def _attributes(mode: FakeTensorMode) -> dict[str, Any]:
+    """What a new FakeTensor of the mode on the CPU has."""
+    if (found := vars(mode).get(_ATTRIBUTES)) is None:
+        with in_kernel_invocation_manager(mode):
+            found = vars(FakeTensor(mode, torch.empty(0, device="meta"), _CPU))
+        setattr(mode, _ATTRIBUTES, found)
+    return found

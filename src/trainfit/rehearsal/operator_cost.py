@@ -17,7 +17,7 @@ from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.hardware.transfers import TransferPlace
 from trainfit.profile import Precision
 from trainfit.rehearsal.calibrated import CalibratedKernels
-from trainfit.rehearsal.flops import ATTENTION, kernel_flops
+from trainfit.rehearsal.flops import ATTENTION, kernel_flops, model_flops
 from trainfit.rehearsal.traffic import tensors_of, traffic_bytes
 from trainfit.techniques.recompute import running_tier
 
@@ -26,8 +26,11 @@ Bound = Literal["arithmetic", "attention", "memory", "launch", "calibration", "l
 
 
 class OperatorTime(NamedTuple):
+    """flops: of those that the model asks for."""
+
     seconds: float
     bound: Bound
+    flops: float = 0.0
 
 
 NOTHING = OperatorTime(0.0, "launch")
@@ -108,18 +111,27 @@ class OperatorCost:
         near = not free and self._finds_near(func, args)
         key = (func, near, _signature(args), _signature(tuple(kwargs.items())))
         if (known := self._known.get(key)) is None:
-            time = NOTHING if free else self._kernel(func, args, kwargs, output, near)
-            known = self._known[key] = time, 0 if free else touched_bytes(func, args, kwargs, output)
+            known = self._known[key] = self._looked_at(func, args, kwargs, output, free, near)
         time, touched = known
         if self.calibration is None:
             return time
         if self.runs_ahead:  # kernels do not displace what the host has in its caches
             around = 0.0 if free else self.calibration.around(_part(), 0.0)
-            return OperatorTime(max(time.seconds, around), "calibration")
+            return OperatorTime(max(time.seconds, around), "calibration", time.flops)
         if not free:
             self._memory.touches([*tensors_of(args), *tensors_of(output)], touched)
         around = self.calibration.around(_part(), self._memory.mean_with(touched))
-        return OperatorTime(time.seconds + around, "calibration")
+        return OperatorTime(time.seconds + around, "calibration", time.flops)
+
+    def _looked_at(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, free: bool, near: bool
+    ) -> tuple[OperatorTime, int]:
+        """What a kernel takes by itself, and the bytes that it touches."""
+        if free:
+            return NOTHING, 0
+        time = self._kernel(func, args, kwargs, output, near)
+        time = time._replace(flops=model_flops(func, args, kwargs, output))
+        return time, touched_bytes(func, args, kwargs, output)
 
     def _finds_near(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether what an operator reads and writes is still in the near caches.
@@ -186,10 +198,10 @@ def _part() -> str:
 def _signature(tree: Any) -> Any:
     """Equal for arguments that take equally long."""
     if isinstance(tree, Tensor):
-        return tuple(tree.shape), tree.stride(), tree.dtype
-    if isinstance(tree, list | tuple):
-        return tuple(map(_signature, tree))
-    return tree if isinstance(tree, int | str | bool | torch.dtype) else None
+        return tree.shape, tree.stride(), tree.dtype
+    if isinstance(tree, (list, tuple)):
+        return tuple([_signature(each) for each in tree])
+    return tree if isinstance(tree, (int, str, bool, torch.dtype)) else None
 
 
 _FREE = frozenset(

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainfit.hardware import Kind
 from trainfit.hardware.host_scope import is_on_host
@@ -36,13 +35,13 @@ from trainfit.hardware.transfers import Transfer, TransferPlace, watching_transf
 from trainfit.profile import Category, Phase, Profile
 from trainfit.rehearsal.collectives import call_of
 from trainfit.rehearsal.events import JOIN, SHELL, Entry, Event, Work, in_place_additions, replay
-from trainfit.rehearsal.flops import model_flops
 from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import OperatorCost, is_recompute
 from trainfit.rehearsal.operators import fake_result, is_composite, is_unknown_number, leaves_to_its_handler
 from trainfit.rehearsal.record import StepRecord
 from trainfit.rehearsal.replay import START
 from trainfit.rehearsal.timeline import StepClock
+from trainfit.rehearsal.traffic import tensors_of
 from trainfit.rehearsal.whereabouts import Whereabouts
 from trainfit.rehearsal.workspaces import FUSED, Sizes, kept_bytes, scratch_sizes
 from trainfit.techniques.blockwise_attention import INSIDE
@@ -300,7 +299,7 @@ class StorageTracker(TorchDispatchMode):
         Where it is nobody's, such as random bits', it is for what ran before.
         """
         listed = args[0] if args and isinstance(args[0], list | tuple) else ()
-        known = [owner for tensor in _tensors(listed or args) if (owner := self._owner(tensor))]
+        known = [owner for tensor in tensors_of(listed or args) if (owner := self._owner(tensor))]
         if listed and len(set(known)) > 1:
             owners = [self._owner(tensor) or SHELL for tensor in listed]
         else:
@@ -353,7 +352,7 @@ class StorageTracker(TorchDispatchMode):
     def _name_by_use(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See NOTE [ What FSDP does outside of operators ]."""
         for argument, category in _NAMES_BY_USE.get(self._operator, ()):
-            self.register(_tensors(kwargs[argument] if isinstance(argument, str) else args[argument]), category)
+            self.register(tensors_of(kwargs[argument] if isinstance(argument, str) else args[argument]), category)
 
     def _takes_time(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, owner: str) -> None:
         place = self.whereabouts.place
@@ -370,8 +369,8 @@ class StorageTracker(TorchDispatchMode):
             time = self.cost.time(func, args, kwargs, output)
             touched: tuple[int, ...] = ()
             if self._talks and not func.is_view:
-                touched = tuple(self._track(tensor.untyped_storage()) for tensor in _tensors((args, kwargs)))
-            flops, beside = 0.0 if is_recompute() else model_flops(func, args, kwargs, output), self._beside()
+                touched = tuple(self._track(tensor.untyped_storage()) for tensor in tensors_of((args, kwargs)))
+            flops, beside = 0.0 if is_recompute() else time.flops, self._beside()
             work = Work(
                 self.phase, self._operator, time.seconds, time.bound, flops, touched, None, place, owner, beside
             )
@@ -434,10 +433,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank has of a DTensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class _LookingAway:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 # What these write they do not read first.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "set_", "normal_", "uniform_"})
@@ -58,9 +57,16 @@ def base_name(func: Any) -> str:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
+    """In order, of an operator's arguments or output: of lists, tuples and dicts only, which spares a search."""
     if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] if isinstance(tree, list | tuple) else []
+    found: list[Tensor] = []
+    for each in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ():
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple, dict)):
+            found += tensors_of(each)
+    return found
 
 
 def inner_loops(shape: Sequence[int], operands: Iterable[Tensor]) -> int:
