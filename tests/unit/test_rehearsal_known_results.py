@@ -47,6 +47,10 @@ CASES: dict[str, tuple[Callable[[], Tensor], Run]] = {
     "views of views": (lambda: torch.zeros(4, 6), lambda x: [x[1:].t()[2:], x[1:].t()[2:].unsqueeze(0)]),
     "in place on views": (lambda: torch.zeros(4, 6), lambda x: [x[1:].add_(1), x[1:].t().zero_(), x.add_(x)]),
     "no elements": (lambda: torch.zeros(3, 0), lambda x: [x.t(), x.sum(1), x * 2, x.reshape(-1).unbind()]),
+    "made of nothing": (
+        lambda: torch.zeros(2),
+        lambda x: [torch.empty(2, 3), torch.zeros(3), torch.full((2,), 1.5), torch.arange(3), torch.tensor(1.0)],
+    ),
     "no dimensions": (lambda: torch.zeros(()), lambda x: [x * 2, x.expand(3), x.reshape(-1)]),
     "strides of 0": (lambda: torch.zeros(3, 1).expand(3, 4), lambda x: [x * 2, x.t(), x.clone(), x.split(3, 1)]),
     "conjugates": (

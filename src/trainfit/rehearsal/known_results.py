@@ -2,11 +2,12 @@
 
 NOTE [ Known results ]
 A fake kernel computes shapes, which for equal shapes are equal: layers of a model, micro batches and whole rehearsals
-ask the same thousands of times. PyTorch remembers as well (FakeTensorMode.cache), with keys so general that they cost
-more than most kernels; here there are neither symbolic shapes nor other devices. Remembered is where each output's
-memory comes from: its own, an argument's, or it is an argument itself. Anything else (numbers, constants, operators
-that change shapes in place or write to out=, outputs that share memory of their own, sparse ones, conjugates, other
-devices, and all in inference mode, whose tensors are not made like this) is asked for each time.
+ask the same thousands of times, and so does the making of a model. All of it runs under FakeKernels or a tracker, which
+look here first. PyTorch remembers as well (FakeTensorMode.cache), with keys so general that they cost more than most
+kernels; here there are neither symbolic shapes nor other devices. Remembered is where each output's memory comes from:
+its own, an argument's, or it is an argument itself. Anything else (numbers, constants, operators that change shapes in
+place or write to out=, outputs that share memory of their own, sparse ones, conjugates, other devices, and all in
+inference mode, whose tensors are not made like this) is asked for each time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 _MOST = 200_000  # entries, a few hundred bytes each
 _CHANGES_SHAPE = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
 _CPU = torch.device("cpu")
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _ATTRIBUTES = "trainfit_attributes_of_new_tensors"
 
 # Of an output: the argument that it is; or the one whose memory it sees (None: its own) and its shape, strides, offset
@@ -47,12 +49,13 @@ def known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compu
         return compute(func, args, kwargs)
     tensors: list[FakeTensor] = []
     key = id(func), _key(args, tensors), _key(kwargs.items(), tensors) if kwargs else None
-    if not tensors or not all(map(_is_plain, tensors)):
+    mode = tensors[0].fake_mode if tensors and type(tensors[0]) is FakeTensor else torch._C._get_dispatch_mode(_FAKE)
+    if mode is None or not all(map(_is_plain, tensors)):
         return compute(func, args, kwargs)
     if key in _results:
         if (known := _results[key]) is None:
             return compute(func, args, kwargs)
-        made = _made(known, tensors)
+        made = _made(known, tensors, mode)
         return made[0] if kind.gives is Tensor else kind.gives(made)
     output = compute(func, args, kwargs)
     if len(_results) >= _MOST:
@@ -129,8 +132,8 @@ def _description(output: Any, tensors: list[FakeTensor]) -> tuple[_Known, ...] |
     return tuple(found)
 
 
-def _made(known: tuple[_Known, ...], tensors: list[FakeTensor]) -> list[Tensor]:
-    attributes = _attributes(tensors[0].fake_mode)
+def _made(known: tuple[_Known, ...], tensors: list[FakeTensor], mode: FakeTensorMode) -> list[Tensor]:
+    attributes = _attributes(mode)
     made: list[Tensor] = []
     with torch._C._DisableTorchDispatch():
         for each in known:

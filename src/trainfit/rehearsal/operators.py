@@ -26,6 +26,7 @@ _WITHOUT_FAKE_KERNEL = frozenset(
         "c10d::reduce_scatter_tensor_coalesced_",
     }
 )
+DEVICE_OF = torch.ops.prim.device.default
 _READ = torch.ops.aten._local_scalar_dense.default
 # gloo copies these arguments, all of them, into a buffer of its own: flattened to gather, cloned to reduce.
 _GLOO_COPIES: Mapping[str, int] = {
@@ -80,12 +81,18 @@ class FakeKernels(TorchDispatchMode):
         self._reads = reads
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as the tracker
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # as the tracker
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than anything is computed
         if any(map(leaves_to_its_handler, types)):
             return NotImplemented
         if self._reads and is_unknown_number(func, args):

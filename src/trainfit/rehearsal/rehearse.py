@@ -69,8 +69,7 @@ def rehearse(
     def rehearsed_of(model: Workload, shallow: Strategy, cut: Cut | None) -> Profile:
         with fake_ranks(strategy.mesh, rank, hardware) as ranks, fake_tensors():
             device = rehearsed(hardware.spec.kind)
-            with FakeKernels(reads=False):  # a pipeline tries its model out to see where it may be cut
-                step = build_step(model, shallow, device, max_grad_norm=max_grad_norm, ranks=ranks)
+            step = build_step(model, shallow, device, max_grad_norm=max_grad_norm, ranks=ranks)
             if workload.make_optimizer is not None:  # its states come with its first step
                 with FakeKernels(), model_errors():
                     step(micro_batches or _full_window(model, strategy, strategy.accumulation_steps))
@@ -229,10 +228,11 @@ def _real_meshes() -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Tensors without memory. Fake `cpu` and not `meta`, which would take attention's slow path."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device("cpu"):
-        yield mode
+def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+    """Tensors without memory, of a new mode or an earlier one. Fake `cpu` and not `meta`, which would take attention's
+    slow path. See NOTE [ Known results ]."""
+    with mode or FakeTensorMode(allow_non_fake_inputs=True) as entered, torch.device("cpu"), FakeKernels(reads=False):
+        yield entered
 
 
 def _full_window(workload: Workload, strategy: Strategy, count: int) -> list[MicroBatch]:

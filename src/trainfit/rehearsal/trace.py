@@ -170,7 +170,7 @@ class Tracer:
         accumulates: bool,
         tiers: Iterable[Tier],
     ) -> ModelTrace:
-        with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
+        with fake_tensors(self._mode), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
             blocks = {
                 (structure, tier): self._once(
@@ -197,7 +197,7 @@ class Tracer:
 
     def graph(self, structure: int, micro_batch_size: int, precision: Precision) -> BlockGraph:
         """The operators of a structure's block, priced as a recompute runs them."""
-        with self._mode, torch.device("cpu"), model_errors():
+        with fake_tensors(self._mode), model_errors():
             block, inputs = self._block_inputs(micro_batch_size, precision)[structure]
             args, kwargs = leaves_of(inputs, carries=self._carries)
 
@@ -220,7 +220,7 @@ class Tracer:
         accumulates: bool,
     ) -> dict[tuple[int, Tier], BlockTrace]:
         """Blocks by structure under chosen tiers, or under those of TIERS that trace() does not have."""
-        with self._mode, torch.device("cpu"), model_errors(), self._earlier_gradients(accumulates):
+        with fake_tensors(self._mode), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
             return {
                 (structure, tier): self._once(
@@ -268,7 +268,7 @@ class Tracer:
     @cached_property
     def facts(self) -> ModelFacts:
         """Of the whole model; a tensor rank's part is never asked for them."""
-        with self._mode, torch.device("cpu"), model_errors():
+        with fake_tensors(self._mode), model_errors():
             return self._facts()
 
     def _facts(self) -> ModelFacts:
@@ -347,7 +347,8 @@ class Tracer:
     def _reset_gradients(self) -> None:
         """Gradients as they stand when the micro batch begins."""
         for parameter in self._parameters:
-            parameter.grad = self._gradients.get(parameter)
+            if parameter.grad is not (gradient := self._gradients.get(parameter)):
+                parameter.grad = gradient
 
     def _left_by(self, parameters: Iterable[nn.Parameter]) -> int:
         """Bytes of gradients that were not there when the micro batch began."""
@@ -454,7 +455,7 @@ class Tracer:
             if end.requires_grad:
                 end.backward()
             backward_peak = tracker.peak_bytes(since=middle)
-        gradients = self._left_by(self._build.model.parameters())
+        gradients = self._left_by(self._parameters)
         seconds = tracker.seconds_of(copies=False)
         sent = _sent(tracker.log, {tracker.number_of(tensor) for tensor in inputs})
         return BlockTrace(

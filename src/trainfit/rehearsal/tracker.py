@@ -37,7 +37,7 @@ from trainfit.rehearsal.collectives import call_of
 from trainfit.rehearsal.events import JOIN, SHELL, Entry, Event, Work, in_place_additions, replay
 from trainfit.rehearsal.links import Links
 from trainfit.rehearsal.operator_cost import OperatorCost, is_recompute
-from trainfit.rehearsal.operators import fake_result, is_composite, is_unknown_number, leaves_to_its_handler
+from trainfit.rehearsal.operators import DEVICE_OF, fake_result, is_composite, is_unknown_number, leaves_to_its_handler
 from trainfit.rehearsal.record import StepRecord
 from trainfit.rehearsal.replay import START
 from trainfit.rehearsal.timeline import StepClock
@@ -48,7 +48,6 @@ from trainfit.techniques.blockwise_attention import INSIDE
 
 _ADD = torch.ops.aten.add.Tensor
 _JOINS = frozenset({torch.ops.aten.stack.default, torch.ops.aten.cat.default})
-_DEVICE = torch.ops.prim.device.default
 _NAMES_BY_USE: Mapping[str, tuple[tuple[int | str, Category], ...]] = {
     "fsdp::all_gather_copy_in": ((1, "communication"),),
     "fsdp::split_with_sizes_copy": (("out", "parameters"),),
@@ -217,9 +216,9 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for more often than anything is computed
-        if func is _DEVICE or self._looks_away:
+        if func is DEVICE_OF or self._looks_away:
             return func(*args, **kwargs)
         if is_on_host():
             return self._runs_on_host(func, args, kwargs)
