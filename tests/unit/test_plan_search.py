@@ -15,10 +15,12 @@ from trainfit.plan import layout as layout_module
 from trainfit.plan.judged import judged, judged_ranks
 from trainfit.plan.layout import meshes, stage_parts
 from trainfit.plan.search import Search
+from trainfit.plan.sketch import Sketch
 from trainfit.plan.variants import Tracers
 from trainfit.profile import Layout, Mesh, Pipeline, TensorParallel, Zero
 from trainfit.rehearsal.rehearse import fake_tensors, operator_cost
 from trainfit.rehearsal.shorten import shortened
+from trainfit.rehearsal.trace import Tracer
 from trainfit.rehearsal.traffic import traffic_bytes
 from trainfit.step import Strategy
 from trainfit.techniques import TECHNIQUES
@@ -54,6 +56,23 @@ def test_bounds_of_sizes_that_were_traced_hold(tight: Search):
             candidate = tight.solve(bounded.point, tight.allowed_bytes)
             assert candidate is None or bounded.seconds <= candidate.weighed_seconds * (1 + 1e-9)
             assert bounded.peak_bytes <= tight.smallest_of(bounded.point).peak_bytes
+
+
+def test_what_another_process_has_traced_is_not_traced_again(monkeypatch: pytest.MonkeyPatch):
+    tracer = Tracer(LLAMA, CPU)
+    Sketch(tracer, "fp32", 2, 128, beside=_Beside())
+    own, asked = Tracer(LLAMA, CPU).trace(2, "fp32", (1, 2), accumulates=True), []
+    monkeypatch.setattr(Tracer, "_trace_block", lambda *args: asked.append(args))
+    monkeypatch.setattr(Tracer, "_trace_shell", lambda self, size, precision, chunks: own.shell[chunks])
+    assert tracer.trace(2, "fp32", (1, 2), accumulates=True) == own
+    assert not asked
+
+
+class _Beside:
+    """As a SecondProcess, but here."""
+
+    def submit(self, function, *args, **kwargs):
+        return lambda: function(*args, **kwargs)
 
 
 def test_meshes_are_all_factorisations():

@@ -73,6 +73,7 @@ class Sketch:
         if None in self._begun:
             two = self._begun[None]()
             assert two is not None
+            tracer.learn(two, 2, precision, accumulates=True)
         else:
             few = [tier for tier in tracer.tiers if tier not in GRAPH_TIERS]
             two = self._one

@@ -259,6 +259,12 @@ class Tracer:
                 self._traces[key] = part.trace(micro_batch_size, precision, chunks, accumulates=accumulates)
         return self._traces[key]
 
+    def learn(self, trace: ModelTrace, micro_batch_size: int, precision: Precision, *, accumulates: bool) -> None:
+        """What a tracer like this one has traced in another process need not be traced here."""
+        what = micro_batch_size, precision, accumulates
+        self._parts |= {(*what, *key): block for key, block in trace.blocks.items()}
+        self._parts |= {(*what, count): shell for count, shell in trace.shell.items()}
+
     def _once(self, key: tuple[Any, ...], trace: Callable[[], Any]) -> Any:
         """Each part is traced once, whatever it is asked for with."""
         if key not in self._parts:
