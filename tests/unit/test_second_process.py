@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tiny_models import TINY_CONFIGS
+from trainfit.cli.beside import imports
 from trainfit.errors import RecipeError
 from trainfit.hardware import find_device
 from trainfit.plan import Target, choose, sketch
@@ -25,7 +27,7 @@ from trainfit.plan.variants import Tracers
 from trainfit.profile import Layout, Mesh, Pipeline, TensorParallel
 from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.trace import Tracer
-from trainfit.second_process import SecondProcess, _answered, submit
+from trainfit.second_process import SecondProcess, _answered, submit, without_collection
 from trainfit.step import Strategy, parse_tiers
 from trainfit.workload import workload_from_config
 
@@ -243,3 +245,17 @@ def test_the_last_stage_is_judged_whoever_rehearses_it(beside):
         found = judged(workload, strategy, hardware, beside=other)
         assert (found.rank, found.needed_bytes) == (1, last.needed_bytes)
         assert found.step_seconds == max(first.step_seconds, last.step_seconds)
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage():
+    assert gc.get_freeze_count() == 0  # a library call freezes nothing
+    try:
+        with without_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    with imports():  # a script's main() is no command
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from trainfit.cli.console import debugging, hush
-from trainfit.second_process import SecondProcess
+from trainfit.second_process import SecondProcess, without_collection
 
 _USED = ("trainfit.plan", "transformers.modeling_utils")  # what takes long to import
 _is_command = False
@@ -18,6 +18,11 @@ def runs_as_command() -> None:
     each new process would import."""
     global _is_command
     _is_command = True
+
+
+def imports() -> AbstractContextManager[None]:
+    """Around what takes long to import, see without_collection(); nothing in a process that is not ours."""
+    return without_collection() if _is_command else nullcontext()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainfit.cli.beside import second_process
+from trainfit.cli.beside import imports, second_process
 from trainfit.cli.console import notes, output, print_json, status
 from trainfit.cli.options import POLICY_NAMES, HtmlOption, JsonOption
 from trainfit.cli.page import check_page, write_page
@@ -93,8 +93,9 @@ def _planned(
     Whatever imports torch comes after the second process has begun to.
     """
     with second_process(options.devices) as beside, status(notes(), "Importing torch") as say:
-        from trainfit.cli.setup import find_hardware, open_recipe
-        from trainfit.plan.compare import compare_policies
+        with imports():
+            from trainfit.cli.setup import find_hardware, open_recipe
+            from trainfit.plan.compare import compare_policies
 
         policies = _policies(compare, named)
         recipe = open_recipe(options.model)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainfit.cli.beside import imports
 from trainfit.cli.options import (
     AttentionOption,
     CastOption,
@@ -125,7 +126,8 @@ def choose_plan(
     precision = options.precision or (recipe.precision if recipe else "auto")
     taken, precision_notes = choose_precision(precision, hardware)
     tokens = _tokens(options.tokens_per_step, recipe)
-    workload = open_workload(options.model, recipe, options.seq_len)
+    with imports():  # of transformers
+        workload = open_workload(options.model, recipe, options.seq_len)
     said: dict[str, Any] = {"budget_bytes": budget_bytes, "tokens_per_step": tokens, "precision": taken}
     said |= {"may_change": frozenset(options.may_change)} if options.may_change else {}
     said |= options.changes() | ({} if operators is None else {"operators": operators})
