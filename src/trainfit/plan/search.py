@@ -127,7 +127,10 @@ class Search:
         self._sketches: dict[object, Sketch] = {}
         self._most_ranks = max(layout.mesh.tensor for layout in self.layouts)
         self._largest = max(target.sequences_per_rank(layout) for layout in self.layouts)
-        self.points = [bounded for layout in self.layouts for bounded in self._bounded(layout)]
+        # What the other process traces for tensor ranks may take a while yet.
+        first = sorted(self.layouts, key=lambda layout: layout.mesh.tensor > 1)
+        points = {layout: list(self._bounded(layout)) for layout in first}
+        self.points = [bounded for layout in self.layouts for bounded in points[layout]]
 
     @property
     def solved(self) -> int:
