@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainfit.hardware import Hardware, Ranks
 from trainfit.hardware.runtime import rehearsed
@@ -41,6 +40,7 @@ from trainfit.rehearsal.cut_off import (
     tensors_in,
 )
 from trainfit.rehearsal.events import Entry, Event
+from trainfit.rehearsal.facts import model_facts
 from trainfit.rehearsal.model_trace import ModelFacts, ModelTrace
 from trainfit.rehearsal.op_graph import listen
 from trainfit.rehearsal.rehearse import fake_ranks, fake_tensors, model_errors, new_tracker, operator_cost
@@ -57,7 +57,7 @@ from trainfit.techniques.compression import CompressionPlan
 from trainfit.techniques.frozen_weights import FrozenWeights
 from trainfit.techniques.inductor import Compiled
 from trainfit.techniques.offload import OFFLOADED, Stash, new_stash
-from trainfit.techniques.optimizer import OptimizerStates, states_on_device
+from trainfit.techniques.optimizer import OptimizerStates
 from trainfit.techniques.tensor_parallel import TensorSplit
 from trainfit.workload import MicroBatch, Workload, run_model
 
@@ -275,68 +275,9 @@ class Tracer:
     def facts(self) -> ModelFacts:
         """Of the whole model; a tensor rank's part is never asked for them."""
         with fake_tensors(self._mode), model_errors():
-            return self._facts()
-
-    def _facts(self) -> ModelFacts:
-        build = self._build
-        gradients, update_peak, update_seconds = self._update()
-        blocks = [storage_bytes(block.parameters()) for block in build.blocks]
-        captured = self._block_inputs(1, self._precision)
-        hidden = next((hidden_of(inputs) for _, inputs in captured.values()), None)
-        return ModelFacts(
-            structures=build.anatomy.structures,
-            num_trained=sum(p.numel() for p in build.model.parameters() if p.requires_grad),
-            parameter_bytes=storage_bytes([*build.model.parameters(), *build.model.buffers()]),
-            block_bytes=sum(blocks),
-            largest_block_bytes=max(blocks, default=0),
-            optimizer_bytes=storage_bytes(states_on_device(self._optimizer)),
-            gradient_bytes=gradients,
-            update_peak_bytes=update_peak,
-            # Clipping reads the gradients twice and writes them.
-            optimizer_seconds=3 * gradients / self._cost.memory_rate + update_seconds,
-            dim=1 if hidden is None else hidden.shape[-1],
-            vocab_size=self.workload.vocab_size,
-            can_chunk=not isinstance(build.split, str),
-            embedding_bytes=self._bytes_of(build.anatomy.embedding),
-            head_bytes=self._bytes_of(build.anatomy.head),
-        )
-
-    def _bytes_of(self, name: str | None) -> int:
-        """Of the parameters of one part of the model."""
-        return storage_bytes(self._build.model.get_submodule(name).parameters()) if name else 0
-
-    @property
-    def _optimizer(self) -> Optimizer:
-        assert self._build.optimizer is not None
-        return self._build.optimizer
-
-    def _update(self) -> tuple[int, int, float]:
-        """Bytes of all gradients, and temporaries and seconds of an update by them."""
-        if self._build.updates_in_backward:
-            return 0, 0, 0.0  # part of each block's backward
-        trained = [p for p in self._build.model.parameters() if p.requires_grad]
-
-        def set_gradients() -> None:
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-
-        set_gradients()
-        if self.workload.make_optimizer is not None:
-            self._optimizer.step()  # its states come with its first step
-            set_gradients()
-        gradients = [p.grad for p in trained if p.grad is not None]
-        tracker = self._tracker()
-        tracker.register(gradients, "gradients")
-        tracker.register(states_on_device(self._optimizer), "optimizer")
-        tracker.phase = "optimizer"
-        start = tracker.live_bytes()
-        with tracker:
-            self._optimizer.step()
-        num_bytes = storage_bytes(gradients)
-        del gradients
-        for parameter in trained:
-            parameter.grad = None
-        return num_bytes, max(0, tracker.peak_bytes() - start), tracker.seconds_of()["optimizer"]
+            captured = self._block_inputs(1, self._precision)
+            hidden = next((hidden_of(inputs) for _, inputs in captured.values()), None)
+            return model_facts(self._build, hidden, self._cost.memory_rate, self._tracker())
 
     @contextmanager
     def _earlier_gradients(self, accumulates: bool) -> Iterator[None]:
