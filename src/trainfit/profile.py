@@ -49,8 +49,8 @@ ALL_TIERS: tuple[Tier, ...] = get_args(Tier)
 # What these keep is not the same in every run: Strategy.kept_operators says it, and a plan makes it.
 CHOSEN_TIERS: tuple[Tier, ...] = tuple(tier for tier in ALL_TIERS if tier.startswith("chosen_"))
 TIERS: tuple[Tier, ...] = tuple(tier for tier in ALL_TIERS if tier not in CHOSEN_TIERS)  # those a person may ask for
-SEARCH_TIERS: tuple[Tier, ...] = TIERS[:5]  # those that a search takes; others it takes where it may, or are what
-# people are used to
+# Those that a search takes anyway; of the others some where it may, the rest is what people are used to.
+SEARCH_TIERS: tuple[Tier, ...] = ("keep", "discard", "pointwise", "attention", "full")
 # What tiers do to gradients; those that are not named keep every bit.
 TIER_ACCURACY: Mapping[Tier, Accuracy] = {"keep_bf16": "rounding", "keep_int8": "lossy", "keep_fp8": "lossy"}
 # Those of compiled blocks alone: of what the block's graph would save for backward, the share that it may save.

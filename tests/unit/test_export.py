@@ -255,6 +255,10 @@ def test_unclipped_is_said_in_each_systems_way():
         ("full", {"--recompute-method": ["uniform"], "--recompute-num-layers": ["1"]}),
         ("3*full,5*keep", {"--recompute-method": ["block"], "--recompute-num-layers": ["3"]}),
         ("pointwise", {"--recompute-granularity": ["selective"], "--recompute-modules": ["layernorm", "mlp"]}),
+        (
+            "5*pointwise,3*discard",
+            {"--recompute-granularity": ["selective"], "--recompute-modules": ["layernorm", "mlp"]},
+        ),
         ("6*full,2*attention", {"--recompute-method": ["uniform"], "--recompute-num-layers": ["1"]}),
         ("2*attention,6*keep", {"--recompute-method": ["block"], "--recompute-num-layers": ["2"]}),
     ],
@@ -281,6 +285,7 @@ def test_blocks_are_counted_by_pipeline_stage():
         ("full", {"mode": "full", "early_stop": True}),
         ("every:2", {"mode": "selective", "selective_ac_option": "2", "early_stop": True}),
         ("pointwise", {"mode": "selective", "selective_ac_option": "op", "early_stop": True}),
+        ("5*pointwise,2*discard,1*keep", {"mode": "selective", "selective_ac_option": "op", "early_stop": True}),
         ("attention", {"mode": "full", "early_stop": True}),
         ("2*full,6*keep", {"mode": "selective", "selective_ac_option": "4", "early_stop": True}),
     ],

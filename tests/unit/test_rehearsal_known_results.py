@@ -37,6 +37,17 @@ def under(mode: AbstractContextManager[Any], make: Callable[[], Tensor], run: Ru
             return seen(run(given), given)
 
 
+def in_another_default(x: Tensor) -> Any:
+    """What has no dtype of its own takes the default's, which a model may set."""
+    before, numbers = torch.get_default_dtype(), torch.zeros(3, dtype=torch.int64)
+    made = [torch.ones(2), numbers * 1.5, numbers / 2]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return [*made, torch.ones(2), numbers * 1.5, numbers / 2]
+    finally:
+        torch.set_default_dtype(before)
+
+
 def inferred(x: Tensor) -> Tensor:
     with torch.inference_mode():
         return x.t()
@@ -51,6 +62,7 @@ CASES: dict[str, tuple[Callable[[], Tensor], Run]] = {
         lambda: torch.zeros(2),
         lambda x: [torch.empty(2, 3), torch.zeros(3), torch.full((2,), 1.5), torch.arange(3), torch.tensor(1.0)],
     ),
+    "the default dtype": (lambda: torch.zeros(2), in_another_default),
     "no dimensions": (lambda: torch.zeros(()), lambda x: [x * 2, x.expand(3), x.reshape(-1)]),
     "strides of 0": (lambda: torch.zeros(3, 1).expand(3, 4), lambda x: [x * 2, x.t(), x.clone(), x.split(3, 1)]),
     "conjugates": (

@@ -232,23 +232,23 @@ def _activation(job: Job, draft: Draft) -> Arguments:
     tiers = job.tiers
     if tiers.keeps_all:
         return []
-    for tier, modules in _SELECTIVE.items():
-        if tiers.all_are(tier):
+    for alike, modules in _SELECTIVE.items():
+        if tiers.all_are(*alike):
             draft.express("tiers")
             draft.note_if(
-                tier not in ("recompute_core", "recompute_mlp"),
+                modules == _NORMS_AND_MLP,
                 f"tiers {tiers.text}: norms, and each mlp with its matmuls, are recomputed: nearest in no more memory",
             )
             return ["--recompute-granularity selective", f"--recompute-modules {modules}"]
     return block_recompute(job, draft)
 
 
-# By tier, where all blocks have it: --recompute-modules of TransformerConfig.
+_NORMS_AND_MLP = "layernorm mlp"
+# By tiers, where all blocks have one of them: --recompute-modules of TransformerConfig.
 _SELECTIVE = {
-    "pointwise": "layernorm mlp",
-    "selective": "layernorm mlp",
-    "recompute_core": "core_attn",
-    "recompute_mlp": "mlp",
+    ("discard", "pointwise", "selective"): _NORMS_AND_MLP,
+    ("recompute_core",): "core_attn",
+    ("recompute_mlp",): "mlp",
 }
 
 

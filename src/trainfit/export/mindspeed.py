@@ -88,7 +88,7 @@ def _activation(job: Job, draft: Draft) -> Arguments:
     if tiers.all_are("recompute_mlp"):
         draft.express("tiers")
         return ["--recompute-granularity selective", "--recompute-modules mlp"]
-    if tiers.all_are("pointwise", "selective"):
+    if tiers.all_are("discard", "pointwise", "selective"):
         draft.note(
             f"tiers {tiers.text}: norms and the mlp's activation function are recomputed; rotations and sums are kept, "
             "which takes somewhat more memory",

@@ -166,7 +166,7 @@ def _activation(job: Job, draft: Draft) -> dict[str, Any]:
     if tiers.keeps_all:
         return {"mode": "none"}
     option = None if tiers.all_are("full") else str(tiers.step)
-    if not tiers.all_are("full", "keep") and tiers.all_are("pointwise", "selective", "keep"):
+    if not tiers.all_are("full", "keep") and tiers.all_are("discard", "pointwise", "selective", "keep"):
         option = "op"
     if tiers.all_are("selective") or option is None:
         draft.express("tiers")

@@ -48,7 +48,8 @@ def known_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compu
     if not kind.may_be_known or torch.is_inference_mode_enabled():
         return compute(func, args, kwargs)
     tensors: list[FakeTensor] = []
-    key = id(func), _key(args, tensors), _key(kwargs.items(), tensors) if kwargs else None
+    given = _key(args, tensors), _key(kwargs.items(), tensors) if kwargs else None
+    key = id(func), torch.get_default_dtype(), given
     mode = tensors[0].fake_mode if tensors and type(tensors[0]) is FakeTensor else torch._C._get_dispatch_mode(_FAKE)
     if mode is None or not all(map(_is_plain, tensors)):
         return compute(func, args, kwargs)

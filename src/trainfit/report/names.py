@@ -36,3 +36,7 @@ TIER_WORDS: Mapping[str, tuple[str, str]] = {
     "offload_full": ("nothing: the input is elsewhere", "everything"),
     **dict.fromkeys(CHOSEN_TIERS, ("input, outputs of single operators", "what leads to the other saved tensors")),
 }
+# Of those that mean something else in a compiled block.
+COMPILED_TIER_WORDS: Mapping[str, tuple[str, str]] = {
+    "keep": ("what its graph saves", "what a kernel makes again from that"),
+}

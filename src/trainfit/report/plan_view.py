@@ -13,7 +13,13 @@ from trainfit.report.peak_words import explain_peak
 from trainfit.report.pieces import bar, seconds_cell, table
 from trainfit.report.profile_view import speed_words
 from trainfit.step.strategy import Strategy
-from trainfit.step.strategy_text import describe_mesh, describe_strategy, describe_variant, format_tiers
+from trainfit.step.strategy_text import (
+    describe_compile,
+    describe_mesh,
+    describe_strategy,
+    describe_variant,
+    format_tiers,
+)
 from trainfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -80,6 +86,10 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("optimizer", (variant_words(s) or "AdamW" for s in both) if any(map(variant_words, both)) else ()),
         ("devices", (", ".join(describe_mesh(s)) or "copies" for s in both) if both[1].mesh.size > 1 else ()),
         ("activation", (format_tiers(s.tiers) if not s.tier_table else "by tokens" for s in both)),
+        (
+            "compiled",
+            (", ".join(describe_compile(s.compile)) or "no" for s in both) if plan.strategy.compile.blocks else (),
+        ),
         ("loss chunks", (str(s.loss_chunks) for s in both)),
         ("peak memory", (format_bytes(peak) for peak in peaks)),
         ("of it allocated", ("-", format_bytes(plan.predicted.peak_bytes)) if plan.predicted.reserved_bytes else ()),

@@ -302,7 +302,9 @@ def check_table(strategy: Strategy) -> None:
 def check_tiers_of_graphs(tiers: Iterable[Tier], *, compiles: bool) -> None:
     """Compiled blocks have tiers of their own."""
     if not compiles and (graphs := sorted(set(tiers) & set(GRAPH_TIERS))):
-        raise RecipeError(f"activation tier {graphs[0]!r} is one of compiled blocks; set compile: block")
+        raise RecipeError(
+            f"activation tier {graphs[0]!r} is one of compiled blocks; set compile: block (--compile block)"
+        )
     if compiles and (unseen := sorted(set(tiers) - set(COMPILED_TIERS))):
         raise RecipeError(
             f"activation tier {unseen[0]!r} keeps what single operators make, and a compiled block has none that can "

@@ -1,6 +1,8 @@
 """Activation tiers: what each block keeps for backward, and what it computes again.
 
 keep       what plain autograd saves
+discard    all of that but outputs of norms and activation functions, which their operator makes again from what it has
+           saved itself; see made_again.py
 pointwise  the block's input and the outputs of matmuls and attention; norms, rotations, activations are recomputed
 attention  the block's input and the output of attention
 full       the block's input
@@ -13,8 +15,6 @@ recompute_attention  all but what the block's attention module saves inside; its
 recompute_core       all but what F.scaled_dot_product_attention saves; queries, keys and values. Megatron's core_attn
 recompute_mlp        all but what the block's mlp module saves inside; its input. Megatron's mlp
 
-discard    what plain autograd saves but outputs of norms and activation functions, which their operator makes again
-           from what it has saved itself; see made_again.py
 graph_70, graph_30
            of compiled blocks alone: at most 70 or 30 % of what the block's graph would save; see compiled.py
 chosen_1, chosen_2, ...  outputs of single operators, which a plan chose by their costs (Strategy.kept_operators)

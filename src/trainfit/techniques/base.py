@@ -100,7 +100,8 @@ class Build:
     ranks: the processes that run this step together; one, unless the strategy has a mesh.
     whole: the whole model's anatomy, where model and anatomy are this rank's part of a pipeline.
     precision, cast: the strategy's, for techniques that cast. offload: for tiers that offload.
-    kept_operators: the strategy's, for its chosen tiers. graph_budgets: by block, of tiers that have one.
+    kept_operators: the strategy's, for its chosen tiers. graph_budgets: of the blocks whose tier is a
+        share of their graph, by name.
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
     run_stage: replaces compute_loss in a forward that may end before the loss, with hidden states for the next stage.
     root: the module whose call computes the same loss with what the model's ranks need around it; None where forward()

@@ -154,7 +154,7 @@ class Graphs:
 
     def __init__(self, budget: float, done: Compiled, *, is_fake: bool) -> None:
         self.budget, self.done, self.is_fake = budget, done, is_fake
-        self.is_looked_at = False
+        self.is_looked_at = budget < 1  # which is the advice that a warning would give
         copy = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
         self._function = torch.compile(copy, backend=self._compile, fullgraph=True)
 

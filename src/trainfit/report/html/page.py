@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from trainfit.profile import Category, Profile, Tier
+from trainfit.profile import Category, Profile
 from trainfit.report.compare import Comparison, comparison_rows
 from trainfit.report.html.area import Line, area_chart, category_rows, phase_rows
 from trainfit.report.html.markup import Markup, element, table
@@ -48,7 +48,7 @@ def plan_page(plan: Plan, policies: Sequence[PolicyResult] = ()) -> Markup:
         *_speed(plan.predicted),
         *_memory_section(plan.predicted, plan.strategy, allowed_bytes=plan.allowed_bytes),
         *_binding_section(plan),
-        *(_bucket_section(plan) if plan.buckets else _tier_section(plan.strategy.tiers)),
+        *(_bucket_section(plan) if plan.buckets else _tier_section(plan.strategy)),
         *alternatives_section(plan),
         *policies_section(plan, policies),
         element("h2", "Beside plain training"),
@@ -81,7 +81,7 @@ def profile_page(
         *_notes(notes),
         *_speed(profile),
         *_memory_section(profile, strategy, allowed_bytes=budget_bytes, limit="usable"),
-        *_tier_section(strategy.tiers),
+        *_tier_section(strategy),
     ]
     return document(f"trainfit: {model} on {device}", body)
 
@@ -114,7 +114,7 @@ def comparison_page(
         element("p", "An allocator knows no names: what it cannot tell is one layer.", class_="note"),
         *(element("p", sentence) for sentence in explain_peak(predicted, strategy)),
         table(("", "bytes", "share"), category_rows(predicted.categories), caption="At the predicted peak"),
-        *_tier_section(strategy.tiers),
+        *_tier_section(strategy),
     ]
     return document(f"trainfit: {model} on {device}", body)
 
@@ -213,10 +213,11 @@ def _bucket_section(plan: Plan) -> list[Markup]:
     return [element("h2", "Activation tiers by the tokens of a micro batch"), rows]
 
 
-def _tier_section(tiers: Sequence[Tier]) -> list[Markup]:
+def _tier_section(strategy: Strategy) -> list[Markup]:
+    tiers = strategy.tiers
     if not tiers:
         return []
-    rows = tier_rows(tiers)
+    rows = tier_rows(tiers, compiled=bool(strategy.compile.blocks))
     return [
         element("h2", "Activation tier of each block"),
         element("div", tier_strip(tiers), class_="stack"),

@@ -9,7 +9,7 @@ from trainfit.profile import Tier
 from trainfit.report.html.canvas import SIDE, drawing
 from trainfit.report.html.markup import Markup, element
 from trainfit.report.html.palette import tier_colour
-from trainfit.report.names import TIER_WORDS
+from trainfit.report.names import COMPILED_TIER_WORDS, TIER_WORDS
 
 _LABEL_SHARE = 0.025  # of the width, that a letter needs on a phone
 
@@ -65,6 +65,7 @@ def _blocks(first: int, last: int) -> str:
     return f"block {first}" if first == last else f"blocks {first} to {last}"
 
 
-def tier_rows(tiers: Sequence[Tier]) -> list[tuple[str, str, str, str]]:
+def tier_rows(tiers: Sequence[Tier], *, compiled: bool) -> list[tuple[str, str, str, str]]:
     """Blocks, tier, what it keeps, what it computes again."""
-    return [(_blocks(first, last), tier, *TIER_WORDS.get(tier, ("", ""))) for tier, first, last in runs_of(tiers)]
+    words = {**TIER_WORDS, **COMPILED_TIER_WORDS} if compiled else TIER_WORDS
+    return [(_blocks(first, last), tier, *words.get(tier, ("", ""))) for tier, first, last in runs_of(tiers)]
