@@ -86,10 +86,7 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("optimizer", (variant_words(s) or "AdamW" for s in both) if any(map(variant_words, both)) else ()),
         ("devices", (", ".join(describe_mesh(s)) or "copies" for s in both) if both[1].mesh.size > 1 else ()),
         ("activation", (format_tiers(s.tiers) if not s.tier_table else "by tokens" for s in both)),
-        (
-            "compiled",
-            (", ".join(describe_compile(s.compile)) or "no" for s in both) if plan.strategy.compile.blocks else (),
-        ),
+        ("compiled", (_compiled(s) for s in both) if plan.strategy.compile.blocks else ()),
         ("loss chunks", (str(s.loss_chunks) for s in both)),
         ("peak memory", (format_bytes(peak) for peak in peaks)),
         ("of it allocated", ("-", format_bytes(plan.predicted.peak_bytes)) if plan.predicted.reserved_bytes else ()),
@@ -97,6 +94,10 @@ def side_rows(plan: Plan) -> list[tuple[str, str, str]]:
     ]
     found = ((name, tuple(values)) for name, values in rows)
     return [(name, values[0], values[1]) for name, values in found if values]
+
+
+def _compiled(strategy: Strategy) -> str:
+    return ", ".join(describe_compile(strategy.compile)) or "no"
 
 
 def _micro_batch(strategy: Strategy, seq_len: int) -> str:
