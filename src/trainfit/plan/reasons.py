@@ -103,7 +103,8 @@ def _why_lost(
     elif seconds < best and candidate.weight > chosen.weight:
         words = f"{1 - seconds / best:.1%} faster, too little for what is {_accuracy(candidate.strategy)}"
     elif seconds < best:
-        words = f"estimated {1 - seconds / best:.1%} faster, and not rehearsed: too little, or too long"
+        faster = f"estimated {1 - seconds / best:.1%} faster"
+        words = f"{faster}; not rehearsed: by what others' rehearsals taught it would not win, or these were enough"
     else:
         words = f"{seconds / best - 1:.1%} slower" if best else "slower"
     return words + (f" ({_accuracy(candidate.strategy)})" if variant != chosen.strategy.optimizer else "")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-_VOID = frozenset({"meta", "br", "path", "rect", "line", "polygon"})
+_VOID = frozenset({"meta", "br", "wbr", "path", "rect", "line", "polygon"})
 
 
 class Markup(str):
@@ -39,6 +40,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, n
         made = []
         for position, cell in enumerate(row):
             kind = "n" if position >= numbers else None
+            cell = cell if isinstance(cell, Markup) else _breakable(cell)
             if is_head:
                 made.append(element("th", cell, class_=kind, scope="col"))
             else:
@@ -52,6 +54,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str, n
         element("tbody", *body),
     )
     return element("div", element("table", *content), class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def _breakable(text: str) -> Markup:
+    """May go on in the next line after a comma without a space: in a list of tiers."""
+    return Markup(f",{element('wbr')}".join(re.split(r",(?=\S)", escape(text))))
 
 
 def _attribute(key: str) -> str:

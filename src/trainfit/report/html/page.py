@@ -195,16 +195,16 @@ def _binding_section(plan: Plan) -> list[Markup]:
     rows = [
         (
             "as planned",
+            describe_strategy(plan.strategy),
             format_bytes(plan.budget_bytes),
             seconds_cell(plan.predicted.step_seconds),
-            describe_strategy(plan.strategy),
         )
     ]
     if (more := plan.more_memory) is not None:
         with_more = format_bytes(plan.budget_bytes + more.bytes)
-        rows.append(("with more memory", with_more, seconds_cell(more.step_seconds), more.how))
-    head = ("", "budget", "step", "strategy")
-    return [element("h2", "What binds"), *words, table(head, rows, caption="What more memory would buy, estimated")]
+        rows.append(("with more memory", more.how, with_more, seconds_cell(more.step_seconds)))
+    made = table(("", "strategy", "budget", "step"), rows, caption="What more memory would buy, estimated", numbers=2)
+    return [element("h2", "What binds"), *words, made]
 
 
 def _bucket_section(plan: Plan) -> list[Markup]:
