@@ -127,6 +127,20 @@ def test_a_model_that_was_compiled_can_be_built_again_without():
     assert [vars(block).get("forward") for block in model.layers] == before
 
 
+def test_no_graph_leaves_sizes_open_when_another_model_was_compiled_before(monkeypatch: pytest.MonkeyPatch):
+    sizes: list[list[object]] = []
+    whole = compiled.lower_without_kernels
+
+    def lower(graph, inputs, *rest):
+        sizes.append([each for each in inputs if not isinstance(each, Tensor)])
+        return whole(graph, inputs, *rest)
+
+    monkeypatch.setattr(compiled, "lower_without_kernels", lower)
+    for rows in (1, 2, 3):
+        rehearsed(replace(strategy("full"), micro_batch_size=rows))
+    assert sizes == [[], [], []]
+
+
 def test_a_search_mixes_graphs_that_save_less_and_draws_their_lines_from_one_size():
     hardware = this_machine("cpu")
     target = Target(2**30, 4 * SEQ_LEN, SEQ_LEN, may_change=frozenset({"compile"}))

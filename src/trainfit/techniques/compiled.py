@@ -3,8 +3,10 @@
 NOTE [ One compilation ]
 Dynamo keeps what it compiled with the code of the function that was called, so all models of a process would share its
 eight compilations of one. Each build has a copy of that code: its blocks of one structure share one compilation, and
-nobody else's count. A whole block must become one graph; one that cannot, or that is called in too many ways, is an
-error, and does not run as it was.
+nobody else's count. Each shape has a graph of its own: what Dynamo has seen of shapes it tells by file and line of the
+code, so the next model's graph would have sizes left open, which the graph of a run in its own process has not. A whole
+block must become one graph; one that cannot, or that is called in too many ways, is an error, and does not run as it
+was.
 
 NOTE [ Recompute around a graph ]
 A compiled block's operators run inside of its kernels, where no dispatch mode sees them: tiers that keep the outputs of
@@ -156,7 +158,7 @@ class Graphs:
         self.budget, self.done, self.is_fake = budget, done, is_fake
         self.is_looked_at = budget < 1  # which is the advice that a warning would give
         copy = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
-        self._function = torch.compile(copy, backend=self._compile, fullgraph=True)
+        self._function = torch.compile(copy, backend=self._compile, fullgraph=True, dynamic=False)
 
     def __call__(self, forward: Any, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self.is_fake:
