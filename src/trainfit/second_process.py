@@ -136,12 +136,14 @@ def without_collection() -> Iterator[None]:
     The garbage collector would go through all of it again and again, which is a sixth of what they take, and later a
     twentieth of a plan.
     """
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def _serve(pipe: Connection, modules: Sequence[str], begin: Callable[[], object] | None) -> None:

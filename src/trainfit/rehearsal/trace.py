@@ -355,7 +355,7 @@ class Tracer:
         before = vars(block).get("forward")
         accelerator = self._build.accelerator
         stash = new_stash(self._offload, accelerator) if tier in OFFLOADED else None
-        if tier != "keep" and tier not in GRAPH_TIERS:
+        if tier != "keep":
             recompute_block(block, tier, accelerator, stash=stash, chosen=chosen)
         if stash is not None:
             offload_block(block, tier, stash)

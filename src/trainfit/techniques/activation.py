@@ -232,7 +232,7 @@ class ActivationTiers:
             stash = new_stash(build.offload, build.accelerator)
             build.notes += notes_on(build.offload, build.accelerator)
         for number, (name, block, tier) in enumerate(zip(build.anatomy.blocks, build.blocks, own)):
-            if tier != "keep" and tier not in GRAPH_TIERS:
+            if tier != "keep":
                 recompute_block(block, tier, build.accelerator, name=name, stash=stash, chosen=chosen.get(tier))
             if stash is not None:
                 offload_block(block, tier, stash, number=number, is_last=number == len(own) - 1)
@@ -258,8 +258,8 @@ def recompute_block(
     chosen: what a chosen tier keeps. stash: where a tier that offloads sends what it keeps; offload_block() has to
     follow. Raises RecipeError for a tier that names a part which the block does not have.
     """
-    if tier == "offload":
-        return  # nothing is recomputed
+    if tier == "offload" or tier in GRAPH_TIERS:
+        return  # nothing is recomputed, or what the graph's compiler picks
     if tier in OFFLOADED:
         block.forward = replace(_plan_for(block, OFFLOADED[tier], accelerator, name), stash=stash)
         return
