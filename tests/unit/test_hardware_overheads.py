@@ -6,9 +6,9 @@ from torch import nn
 
 from trainfit.hardware import accelerator, overheads
 from trainfit.hardware.overheads import operator_overheads, part_of_step, touched_bytes
-from trainfit.rehearsal.operator_cost import _NEAR_BYTES, _Memory
+from trainfit.rehearsal.operator_cost import _NEAR_BYTES, _Memory, _part
 from trainfit.techniques.activation import SEARCHED, recompute_block
-from trainfit.techniques.recompute import running_tier
+from trainfit.techniques.recompute import running_region
 
 aten = torch.ops.aten
 
@@ -45,7 +45,8 @@ def test_the_part_of_a_step_and_its_tier_are_known_where_an_operator_runs():
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.add((part_of_step(), running_tier()))
+            region = running_region()
+            seen.add((part_of_step(), None if region is None else region.plan.tier))
             return func(*args, **(kwargs or {}))
 
     def step(block: nn.Module) -> set:
@@ -62,6 +63,35 @@ def test_the_part_of_a_step_and_its_tier_are_known_where_an_operator_runs():
         seen.clear()
         block(torch.ones(2, 4))
     assert seen == {("no_grad", None)}
+
+
+class Routed(nn.Module):
+    """Its choice is kept under every tier that recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.scores(hidden).topk(1, -1).values
+
+
+@pytest.mark.parametrize(
+    ("block", "tier"), [(nn.Sequential(nn.Linear(4, 4), nn.SiLU()), "full"), (Routed(), "attention")]
+)
+def test_looking_for_a_routers_choice_costs_what_looking_for_attention_does(block: nn.Module, tier: str):
+    seen = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(_part())
+            return func(*args, **(kwargs or {}))
+
+    recompute_block(block, "full", accelerator("cpu"))
+    block(torch.ones(2, 4)).sum().backward()  # finds out where to look
+    with Watch():
+        block(torch.ones(2, 4)).sum().backward()
+    assert seen - {"forward", "backward"} == {f"forward.{tier}", f"recompute.{tier}"}
 
 
 def test_a_view_touches_nothing():

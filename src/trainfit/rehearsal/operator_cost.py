@@ -19,7 +19,7 @@ from trainfit.profile import Precision
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.flops import ATTENTION, kernel_flops, model_flops
 from trainfit.rehearsal.traffic import tensors_of, traffic_bytes
-from trainfit.techniques.recompute import running_tier
+from trainfit.techniques.recompute import running_region
 
 # Which of a device's figures decides how long something takes.
 Bound = Literal["arithmetic", "attention", "memory", "launch", "calibration", "link", "network", "host"]
@@ -191,8 +191,13 @@ _LIKE: Mapping[str, str] = {"selective": "pointwise", "recompute_core": "full"}
 def _part() -> str:
     """Which of a calibration's overheads an operator has that is dispatched now."""
     part = part_of_step()
-    tier = running_tier() if part in ("forward", "recompute") else None
-    return part if tier is None else f"{part}.{_LIKE.get(tier, tier)}"
+    region = running_region() if part in ("forward", "recompute") else None
+    if region is None:
+        return part
+    tier = region.plan.tier
+    if tier == "full" and region.is_looked_at:  # a router's choices are kept even where nothing else is
+        return f"{part}.attention"
+    return f"{part}.{_LIKE.get(tier, tier)}"
 
 
 def _signature(tree: Any) -> Any:

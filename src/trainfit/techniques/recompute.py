@@ -197,6 +197,11 @@ class Region:
         self.shapes.append((tensor.shape, tensor.dtype))
         return slot
 
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether functions are looked at for what may be stored."""
+        return bool(self.kept or self.plan.looked_at.get(self.training))
+
     def open(self) -> None:
         """Backward asks for the first slot: fill all, or wait until they are, and let the next region begin."""
         started, self.started = self.started, None
@@ -283,15 +288,15 @@ class _Filler:
         )
 
 
-def running_tier() -> Tier | None:
-    """That of the innermost block which runs now, for the first time or again; None outside of recomputed ones.
+def running_region() -> Region | None:
+    """The innermost that runs now, for the first time or again; None outside of recomputed blocks.
 
     The hooks through which autograd's saved tensors go tell it.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     owner = getattr(hooks[0], "__self__", None) if hooks else None
     region = owner.region if isinstance(owner, _Filler) else owner
-    return region.plan.tier if isinstance(region, Region) else None
+    return region if isinstance(region, Region) else None
 
 
 def _unpack(slot: Any) -> Tensor:
