@@ -6,11 +6,16 @@ from torch import nn
 
 from trainfit.hardware import accelerator, overheads
 from trainfit.hardware.overheads import operator_overheads, part_of_step, touched_bytes
+from trainfit.profile import Tier
 from trainfit.rehearsal.operator_cost import _NEAR_BYTES, _Memory, _part
-from trainfit.techniques.activation import SEARCHED, recompute_block
-from trainfit.techniques.recompute import running_region
+from trainfit.techniques.activation import CALIBRATED, recompute_block
+from trainfit.techniques.recompute import running_tier
 
 aten = torch.ops.aten
+
+
+def free(func, args, kwargs, output) -> float:
+    return 0.0
 
 
 @pytest.fixture
@@ -22,22 +27,27 @@ def few_rounds(monkeypatch):
 def test_every_part_and_tier_is_measured_over_growing_bytes(few_rounds):
     ticks = iter(range(10**9))
     device = accelerator("cpu")
-    tiers = {tier: lambda block, tier=tier: recompute_block(block, tier, device) for tier in SEARCHED}
-    found = operator_overheads(lambda: float(next(ticks)), device, tiers)
-    parts = {f"{part}.{tier}" for part in ("forward", "recompute") for tier in SEARCHED}
+    tiers = {tier: lambda block, tier=tier: recompute_block(block, tier, device) for tier in CALIBRATED}
+    found = operator_overheads(lambda: float(next(ticks)), device, free, tiers)
+    parts = {f"{part}.{tier}" for part in ("forward", "recompute") for tier in CALIBRATED}
     assert found.keys() == {"forward", "backward", "no_grad"} | parts
     for table in found.values():
         assert len(table.axes[0]) == 2
         assert table.axes[0][0] < table.axes[0][1]
 
 
-def test_kernels_are_not_counted_as_overhead(few_rounds):
-    """A clock that ticks at each reading: two readings a kernel, so that none is longer than on a single token."""
-    ticks = iter(range(10**9))
-    found = operator_overheads(lambda: float(next(ticks)), accelerator("cpu"))
-    # Without the mode a half of a step reads the clock once: one tick, shared among all its operators.
-    assert 0 < found["forward"].smallest < 0.05
-    assert found["forward"].seconds[0] == found["forward"].seconds[1]
+def test_what_kernels_take_is_not_counted_as_overhead(few_rounds):
+    """A clock that ticks at each reading: a half of a step takes one tick, of which its kernels take their share."""
+
+    def found(price) -> float:
+        ticks = iter(range(10**9))
+        return operator_overheads(lambda: float(next(ticks)), accelerator("cpu"), price)["forward"].smallest
+
+    whole = found(free)
+    assert 0 < whole < 0.05
+    matmuls = found(lambda func, args, kwargs, output: 0.01 if func is aten.mm.default else 0.0)
+    num_matmuls = overheads.BLOCKS * 7  # linear layers
+    assert matmuls == pytest.approx(whole * (1 - 0.01 * num_matmuls))
 
 
 def test_the_part_of_a_step_and_its_tier_are_known_where_an_operator_runs():
@@ -45,8 +55,7 @@ def test_the_part_of_a_step_and_its_tier_are_known_where_an_operator_runs():
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            region = running_region()
-            seen.add((part_of_step(), None if region is None else region.plan.tier))
+            seen.add((part_of_step(), running_tier()))
             return func(*args, **(kwargs or {}))
 
     def step(block: nn.Module) -> set:
@@ -77,9 +86,15 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("block", "tier"), [(nn.Sequential(nn.Linear(4, 4), nn.SiLU()), "full"), (Routed(), "attention")]
+    ("block", "tier", "like"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.SiLU()), "full", "full"),
+        (Routed(), "full", "attention"),  # one function is looked at, as there
+        (nn.Sequential(nn.Linear(4, 4), nn.SiLU()), "selective", "pointwise"),
+        (nn.Sequential(nn.Linear(4, 4096), nn.SiLU(), nn.Linear(4096, 4)), "discard", "discard"),
+    ],
 )
-def test_looking_for_a_routers_choice_costs_what_looking_for_attention_does(block: nn.Module, tier: str):
+def test_operators_cost_like_those_of_a_tier_that_is_calibrated(block: nn.Module, tier: Tier, like: Tier):
     seen = set()
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -87,11 +102,12 @@ def test_looking_for_a_routers_choice_costs_what_looking_for_attention_does(bloc
             seen.add(_part())
             return func(*args, **(kwargs or {}))
 
-    recompute_block(block, "full", accelerator("cpu"))
+    recompute_block(block, tier, accelerator("cpu"))
     block(torch.ones(2, 4)).sum().backward()  # finds out where to look
     with Watch():
         block(torch.ones(2, 4)).sum().backward()
-    assert seen - {"forward", "backward"} == {f"forward.{tier}", f"recompute.{tier}"}
+    assert seen - {"forward", "backward", "no_grad"} == {f"forward.{like}", f"recompute.{like}"}
+    assert like in CALIBRATED
 
 
 def test_a_view_touches_nothing():
@@ -101,14 +117,22 @@ def test_a_view_touches_nothing():
 
 
 def test_memory_is_near_until_enough_else_was_touched():
-    memory, tensor, other = _Memory(), torch.ones(1024), torch.ones(1024)
-    assert not memory.are_near([tensor])
+    memory, tensor, other, made = _Memory(), torch.ones(1024), torch.ones(1024), torch.ones(1024)
+
+    def share(*operands, recycled=False):
+        return memory.near_share(operands, [made], recycled=recycled)
+
+    assert share(tensor) == share() == 0
+    assert share(recycled=True) == 1
     memory.touches([tensor], tensor.nbytes)
-    assert memory.are_near([tensor])
-    assert not memory.are_near([tensor, other])
-    assert memory.are_near([tensor, torch.ones(1)])  # too small to matter
+    assert share(tensor) == 1 / 2  # what it makes lies where nobody was
+    assert share(tensor, other) == 1 / 3
+    assert share(tensor, recycled=True) == 1
+    assert share(tensor, other, recycled=True) == 2 / 3
+    assert memory.near_share([tensor], [tensor], recycled=False) == 1  # in place
     memory.touches([other], _NEAR_BYTES + 1)
-    assert not memory.are_near([tensor])
+    assert share(tensor) == 0
+    assert share(tensor, recycled=True) == 1 / 2
 
 
 def test_the_mean_of_touched_bytes_forgets():

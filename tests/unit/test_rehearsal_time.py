@@ -16,7 +16,7 @@ from trainfit.rehearsal import rehearse
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.certainty import errors_of, half_width
 from trainfit.rehearsal.links import Links
-from trainfit.rehearsal.operator_cost import ADAMW_BYTES, OperatorCost
+from trainfit.rehearsal.operator_cost import ADAMW_BYTES, OperatorCost, kernel_prices
 from trainfit.rehearsal.traffic import inner_loops, traffic_bytes
 from trainfit.step import Strategy, parse_tiers
 from trainfit.techniques.optimizer import bytes_per_parameter
@@ -212,7 +212,7 @@ def test_collectives_of_two_nodes_are_rehearsed_over_the_network():
 def calibration():
     torch.set_num_threads(1)
     grids = Grids(elements=(1, 2**10, 2**14), matmul=((16, 128),) * 3, lengths=(32, 64), head_dims=(32,))
-    return calibrate(accelerator("cpu"), grids=grids)
+    return calibrate(accelerator("cpu"), price_of=kernel_prices, grids=grids)
 
 
 def cost_of(calibration, *, runs_ahead: bool) -> OperatorCost:

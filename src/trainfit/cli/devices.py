@@ -57,7 +57,8 @@ def _calibrate() -> None:
         from trainfit.hardware.calibration_store import save_calibration
         from trainfit.hardware.microbenchmarks import calibrate
         from trainfit.hardware.runtime import best_kind
-        from trainfit.techniques.activation import SEARCHED, recompute_block
+        from trainfit.rehearsal.operator_cost import kernel_prices
+        from trainfit.techniques.activation import CALIBRATED, recompute_block
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("Calibrating"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -66,7 +67,8 @@ def _calibrate() -> None:
         device = accelerator(best_kind())
         made = calibrate(
             device,
-            tiers={tier: partial(recompute_block, tier=tier, accelerator=device) for tier in SEARCHED},
+            price_of=kernel_prices,
+            tiers={tier: partial(recompute_block, tier=tier, accelerator=device) for tier in CALIBRATED},
             report=lambda what, share: bar.update(task, completed=share, description=what),
         )
     console.print(f"{escape(made.device)}: {len(made.tables)} tables in {escape(str(save_calibration(made)))}")

@@ -13,7 +13,7 @@ from typing import Any
 from trainfit.errors import DeviceError
 from trainfit.hardware.device import Kind
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

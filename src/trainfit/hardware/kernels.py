@@ -15,6 +15,7 @@ from torch import Tensor
 
 ROW = 256
 VOCAB_ROW = 4096
+EXPERTS_ROW = 64  # scores of experts, of which a router takes a few
 _VALUE = 0.5
 
 Make = Callable[[int, torch.dtype, torch.device], tuple[Any, ...]]
@@ -118,6 +119,7 @@ KERNELS: Mapping[str, Kernel] = {
     "layer_norm": (_normed, lambda x, w, *_: F.layer_norm(x, [x.shape[1]], w, w)),
     "layer_norm_backward": (_normed, _norm_backward),
     "sum_rows": (operands("n"), lambda x: x.sum(-1, keepdim=True)),
+    "mean_rows": (operands("n"), lambda x: x.mean(-1, keepdim=True)),
     "sum_columns": (operands("n"), lambda x: x.sum(0)),
     "norm": (operands("n"), torch.linalg.vector_norm),
     "norm_rows": (operands("n"), lambda x: torch.linalg.vector_norm(x, dim=-1)),
@@ -132,6 +134,7 @@ KERNELS: Mapping[str, Kernel] = {
     "index": (operands("ni"), lambda x, index: x[index]),
     "index_put": (operands("nin"), lambda x, index, y: x.index_put((index,), y, accumulate=True)),
     "sort": (operands("n"), lambda x: x.sort(-1)),
+    "topk": (operands("n", EXPERTS_ROW), lambda x: x.topk(min(8, x.shape[-1]), -1)),
     "foreach_norm": (_listed, lambda tensors, _: torch._foreach_norm(tensors)),
     "foreach_scale": (_listed, lambda tensors, scale: torch._foreach_mul_(tensors, scale)),
 }
@@ -143,11 +146,14 @@ HALF_KERNELS: Mapping[str, Kernel] = {
     "to_fp32": (operands("n"), lambda x: x.to(torch.float32)),
 }
 
-# What is also timed on memory that was touched just before: chains of these are what updates in pieces consist of.
+# What is also timed on memory that was touched just before: chains of these are what blocks and updates in pieces
+# consist of. Others compute more than they move, or are seldom met.
 NEAR = frozenset(
     {
-        *("copy", "fill", "unary", "unary_", "binary", "binary_", "compare", "compare_number", "sqrt", "sum_rows"),
-        *("index", "from_fp32", "to_fp32", "adamw"),
+        *("copy", "fill", "unary", "unary_", "binary", "binary_", "compare", "compare_number", "sqrt", "exp", "power"),
+        *("sum_rows", "mean_rows", "sum_columns", "norm_rows", "cat", "index", "from_fp32", "to_fp32", "adamw"),
+        *("silu", "silu_backward", "gelu", "gelu_backward", "tanh", "tanh_backward"),
+        *("gelu_tanh", "gelu_tanh_backward", "softmax", "softmax_backward", "layer_norm", "layer_norm_backward"),
     }
 )
 

@@ -19,7 +19,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from trainfit.hardware.calibration import Calibration, Table
 from trainfit.hardware.kernels import FP32_KERNELS, HALF_KERNELS, KERNELS, LAYOUTS, NEAR, Make, apart, matrices
-from trainfit.hardware.overheads import Recompute, operator_overheads
+from trainfit.hardware.overheads import Price, Recompute, operator_overheads
 from trainfit.hardware.runtime import DTYPES, Accelerator, accelerator
 from trainfit.profile import Precision
 
@@ -39,7 +39,7 @@ WEIGHT_BYTES = 32 * 2**20  # for matmuls, whose weights were last used a block o
 NEAR_BYTES = 2**20
 COLD_BYTES = 64 * 2**20  # for what goes over all gradients or states once a step
 _COLD = ("foreach", "adamw")
-TABLES_SECONDS = 42.0  # what comes after the tables takes some ten seconds, and a minute was promised for all
+TABLES_SECONDS = 36.0  # what comes after the tables takes some 15 seconds, and a minute was promised for all
 ATTENTION_HEADS = 4  # sequences x heads of every attention that is timed
 _SAMPLE_SECONDS = 2e-5  # calls are repeated within a sample until it is that long
 _SAMPLES_SECONDS = 2e-3  # samples are taken for as long, at least one and at most as many
@@ -142,30 +142,32 @@ class Series:
 def calibrate(
     device: Accelerator,
     *,
+    price_of: Callable[[Calibration], Price],
     grids: Grids | None = None,
     tiers: Mapping[str, Recompute] | None = None,
     report: Report = lambda what, share: None,
 ) -> Calibration:
     """Measures the device.
 
-    tiers: how to put a block under each tier that recomputes, to measure what that takes. report is told what is
-    measured and the share that is done.
+    price_of: what tables say of an operator's kernel; see operator_cost.py. tiers: how to put a block under each
+    tier that recomputes, to measure what that takes. report is told what is measured and the share that is done.
     """
     watch = Stopwatch(device)
     work = dict(_work(watch, device, grids or (Grids() if device.kind == "cpu" else DEVICE_GRIDS)))
     with torch.no_grad():
         best = _best_of(work, watch, report)
     report("operators around their kernels", 1.0)
-    return Calibration(
+    made = Calibration(
         device=device.name,
         kind=device.kind,
         num_threads=torch.get_num_threads(),
         torch_version=torch.__version__,
         date=datetime.now(UTC).date().isoformat(),
         spread=statistics.median(watch.spreads),
-        per_operator=operator_overheads(watch.synchronized, device, tiers),
+        per_operator={},
         tables={name: Table.grown(series.axes, best[name]) for name, series in work.items()},
     )
+    return replace(made, per_operator=operator_overheads(watch.synchronized, device, price_of(made), tiers))
 
 
 def _best_of(work: Mapping[str, Series], watch: Stopwatch, report: Report) -> dict[str, dict[Position, float]]:

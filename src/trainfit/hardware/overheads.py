@@ -1,28 +1,31 @@
 """What an operator takes around its kernel: Python, modules, dispatch, autograd, memory taken and given back.
 
 NOTE [ What is left beside the kernels ]
-Blocks are run as a step runs them, forward and backward, and once more operator by operator in the order of the step,
-with the clock read around each kernel. What the step takes beyond its kernels is shared among its operators, views
-included. A kernel is what a call takes longer than the same one on a single token, which does next to nothing.
-Kernels displace what Python, the dispatcher and malloc had in the caches. So a CPU runs blocks of one token, after
-which everything is still there, and of more and more; how many bytes an operator touched in the mean is the size.
+Blocks are run as a step runs them, forward and backward. What they take beyond what the tables say of their kernels is
+shared among their operators, views included. A clock around each kernel would not do: kernels displace what Python, the
+dispatcher and malloc had in the caches, so a call within a step begins slowly, and the clock would hold that for the
+kernel's, while a table was timed with one call after the other. So a CPU runs blocks of one token, after which
+everything is still there, and of more and more; how many bytes an operator touched in the mean is the size.
+The blocks are transformers' own: with its look-ups, decorators and nested modules an operator has more Python around it
+than in a block that is written for the purpose, by half in forward.
 
 NOTE [ Overheads by part ]
 forward, backward    of plain training
 no_grad              without autograd, as optimizers run
-forward.TIER         of a block that is recomputed: what autograd saves goes through hooks, and what the tier keeps is
-                     looked for
-recompute.TIER       of that block when it runs again; what hooks do in backward is in it
+forward.TIER         of a block that does not save all: what autograd saves goes through hooks, and what the tier keeps
+                     is looked for
+recompute.TIER       of that block when it runs again, or of what is made again; what hooks do in backward is in it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,68 +33,16 @@ from torch.utils._pytree import tree_leaves
 from trainfit.hardware.calibration import Table
 from trainfit.hardware.runtime import Accelerator
 
-_HEADS, _HEAD_DIM, _BLOCKS, _SEQ_LEN = 2, 64, 2, 32
+# Of these sizes the tables have points: nothing that lies between two of them is taken for overhead.
+_HEADS, _HEAD_DIM, _SEQ_LEN = 4, 64, 64
 _DIM = _HEADS * _HEAD_DIM
-_ROUNDS = 4
-SEQUENCES = (0, 1, 4, 16, 64)  # of _SEQ_LEN tokens; 0 is a single token
+BLOCKS = 4  # with two, what is around an operator took half as long in backward: all of it was in a cache
+_ROUNDS = 6
+SEQUENCES = (0, 1, 4, 16)  # of _SEQ_LEN tokens; 0 is a single token
 
 Clock = Callable[[], float]  # seconds, after all that was launched has ended
+Price = Callable[[Any, Any, Any, Any], float]  # (operator, args, kwargs, output): seconds of a kernel in tables
 Recompute = Callable[[nn.Module], None]  # puts a block under a tier
-
-
-class _Norm(nn.Module):
-    """As models write it: root mean square, in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(_DIM))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        dtype = hidden.dtype
-        hidden = hidden.to(torch.float32)
-        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * hidden.to(dtype)
-
-
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(_DIM, _DIM, bias=False) for _ in range(4))
-
-    def forward(self, hidden: Tensor, **tables: Tensor) -> Tensor:
-        shape = (*hidden.shape[:-1], _HEADS, _HEAD_DIM)
-        query, key, value = (linear(hidden).view(shape).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(
-            _rotated(query, **tables), _rotated(key, **tables), value, is_causal=True
-        )
-        return torch.as_tensor(self.o(attended.transpose(1, 2).reshape(hidden.shape)))
-
-
-def _rotated(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    half = tensor.shape[-1] // 2
-    turned = torch.cat((-tensor[..., half:], tensor[..., :half]), dim=-1)
-    return tensor * cosine + turned * sine
-
-
-class _Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(_DIM, _DIM, bias=False) for _ in range(3))
-        self.activation = nn.SiLU()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.as_tensor(self.down(self.activation(self.gate(hidden)) * self.up(hidden)))
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = _Norm(), _Norm()
-        self.attention, self.mlp = _Attention(), _Mlp()
-
-    def forward(self, hidden: Tensor, **tables: Tensor) -> Tensor:
-        hidden = hidden + self.attention(self.first(hidden), **tables)
-        return torch.as_tensor(hidden + self.mlp(self.second(hidden)))
 
 
 def part_of_step() -> str:
@@ -99,7 +50,26 @@ def part_of_step() -> str:
     in_engine = torch._C._current_graph_task_id() != -1
     if torch.is_grad_enabled():
         return "recompute" if in_engine else "forward"
-    return "backward" if in_engine else "no_grad"
+    if in_engine:
+        return "recompute" if makes_again() else "backward"
+    return "no_grad"
+
+
+class MakingAgain:
+    """Around an operator that backward runs once more, without gradients, for a tensor that was not saved."""
+
+    def __enter__(self) -> None:
+        _AGAIN.depth = getattr(_AGAIN, "depth", 0) + 1
+
+    def __exit__(self, *details: object) -> None:
+        _AGAIN.depth -= 1
+
+
+def makes_again() -> bool:
+    return getattr(_AGAIN, "depth", 0) > 0
+
+
+_AGAIN = threading.local()  # the engine has a thread for each device
 
 
 def touched_bytes(func: Any, args: Any, kwargs: Any, output: Any) -> int:
@@ -110,14 +80,14 @@ def touched_bytes(func: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 
 class _Kernels(TorchDispatchMode):
-    """Operators in their order: part of the step, seconds, bytes touched."""
+    """By part of the step, operators and their seconds in tables; bytes touched by all."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, price: Price) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.clock = clock
-        self.parts: list[str] = []
-        self.seconds: list[float] = []
-        self.touched: int = 0
+        self.price = price
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.touched = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -126,35 +96,38 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        begin = self.clock()
-        output = func(*args, **(kwargs or {}))
-        self.seconds.append(self.clock() - begin)
-        self.parts.append(part_of_step())
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        part = part_of_step()
+        self.counts[part] += 1
+        self.seconds[part] += self.price(func, args, kwargs, output)
         self.touched += touched_bytes(func, args, kwargs, output)
         return output
 
 
 @dataclass
 class _Run:
-    """Least seconds of the two halves of a step, and of each of its kernels."""
+    """Seconds of the two halves of a step beyond their kernels, and how many operators each part has."""
 
-    halves: list[float]
-    kernels: list[float]
-    parts: list[str]
+    first: float
+    second: float
+    counts: Mapping[str, int]
     touched: float  # bytes an operator
 
-    def sum(self, half: int, shortest: _Run) -> float:
-        """Seconds of a half beyond its kernels."""
-        first = ("forward", "no_grad")
-        kernels = sum(
-            max(0.0, mine - least)
-            for mine, least, part in zip(self.kernels, shortest.kernels, self.parts, strict=True)
-            if (part in first) == (half == 0)
-        )
-        return self.halves[half] - kernels
 
-    def count(self, *parts: str) -> int:
-        return sum(part in parts for part in self.parts)
+def _new_blocks() -> nn.ModuleList:
+    from transformers import LlamaConfig  # a second of imports that a step does without
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = LlamaConfig(
+        hidden_size=_DIM,
+        intermediate_size=_DIM,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_HEADS,
+        num_hidden_layers=BLOCKS,
+        attn_implementation="sdpa",
+    )
+    return nn.ModuleList(LlamaDecoderLayer(config, number) for number in range(BLOCKS))
 
 
 @dataclass
@@ -163,15 +136,16 @@ class _Probe:
 
     device: Accelerator
     clock: Clock
+    price: Price
     recompute: Recompute | None = None
     blocks: nn.ModuleList = field(init=False)
 
     def __post_init__(self) -> None:
         with torch.device(self.device.device):
-            self.blocks = nn.ModuleList(_Block() for _ in range(_BLOCKS))
-        for block in self.blocks if self.recompute is not None else ():
-            assert self.recompute is not None
-            self.recompute(block)
+            self.blocks = _new_blocks()
+        if self.recompute is not None:
+            for block in self.blocks:
+                self.recompute(block)
 
     def runs(self, *, learns: bool = True) -> list[_Run]:
         """One for each number of sequences."""
@@ -182,57 +156,62 @@ class _Probe:
     def _run(self, sequences: int, learns: bool) -> _Run:
         shape = (sequences, _SEQ_LEN) if sequences else (1, 1)
         hidden = torch.full((*shape, _DIM), 0.5, device=self.device.device)
-        table = torch.full((shape[1], _HEAD_DIM), 0.5, device=self.device.device)
+        table = torch.full((1, shape[1], _HEAD_DIM), 0.5, device=self.device.device)
         gradient, parameters = torch.ones_like(hidden), list(self.blocks.parameters())
 
         def step() -> tuple[float, float]:
             begin, output = self.clock(), hidden
             for block in self.blocks:
-                output = block(output, cosine=table, sine=table)
+                output = block(output, position_embeddings=(table, table))
             middle = self.clock()
             if learns:
                 torch.autograd.grad(output, parameters, gradient)
             return middle - begin, self.clock() - middle
 
         step()  # the first call of a recomputed block is not like the others
-        rounds, kernels, modes = [], [], []
-        for _ in range(_ROUNDS):
-            rounds.append(step())
-            modes.append(_Kernels(self.clock))
-            with modes[-1]:
-                step()
-            kernels.append(modes[-1].seconds)
-        least = [min(each) for each in zip(*kernels, strict=True)]
-        halves = [min(each) for each in zip(*rounds, strict=True)]
-        return _Run(halves, least, modes[-1].parts, modes[-1].touched / len(least))
+        first, second = map(min, zip(*(step() for _ in range(_ROUNDS)), strict=True))
+        kernels = _Kernels(self.price)
+        with kernels:
+            step()
+        seconds, counts = kernels.seconds, kernels.counts
+        first -= seconds["forward"] + seconds["no_grad"]
+        second -= seconds["backward"] + seconds["recompute"]
+        return _Run(first, second, counts, kernels.touched / counts.total())
 
 
 def operator_overheads(
-    clock: Clock, device: Accelerator, tiers: Mapping[str, Recompute] | None = None
+    clock: Clock, device: Accelerator, price: Price, tiers: Mapping[str, Recompute] | None = None
 ) -> dict[str, Table]:
     """Seconds for each operator by bytes touched. See NOTE [ What is left beside the kernels ].
 
-    tiers: how a block is put under each tier that recomputes.
+    price: of kernels, without what is around them. tiers: how a block is put under each tier that makes anything again.
     """
-    plain = _Probe(device, clock).runs()
+    plain = _Probe(device, clock, price).runs()
     axis = tuple(max(1.0, run.touched) for run in plain)
+
+    def table(seconds: Iterable[float]) -> Table:
+        return Table.grown((axis,), {(at,): max(_NOTHING, each) for at, each in enumerate(seconds)})
+
     found = {
-        "forward": [run.sum(0, plain[0]) / run.count("forward") for run in plain],
-        "backward": [run.sum(1, plain[0]) / run.count("backward") for run in plain],
+        "forward": table(run.first / run.counts["forward"] for run in plain),
+        "backward": (backward := table(run.second / run.counts["backward"] for run in plain)),
     }
-    alone = _Probe(device, clock).runs(learns=False)
-    found["no_grad"] = [run.sum(0, alone[0]) / run.count("no_grad") for run in alone]
+    alone = _Probe(device, clock, price).runs(learns=False)
+    found["no_grad"] = no_grad = table(run.first / run.counts["no_grad"] for run in alone)
     for name, recompute in (tiers or {}).items():
-        runs = _Probe(device, clock, recompute).runs()
-        found[f"forward.{name}"] = [run.sum(0, runs[0]) / run.count("forward") for run in runs]
-        found[f"recompute.{name}"] = [
-            (run.sum(1, runs[0]) - run.count("backward") * backward) / run.count("recompute")
-            for run, backward in zip(runs, found["backward"])
-        ]
-    return {
-        name: Table.grown((axis,), {(at,): max(_NOTHING, each) for at, each in enumerate(seconds)})
-        for name, seconds in found.items()
-    }
+        runs = _Probe(device, clock, price, recompute).runs()
+        found[f"forward.{name}"] = table(
+            # Hooks run without gradients.
+            (run.first - run.counts["no_grad"] * each) / run.counts["forward"]
+            for run, each in zip(runs, no_grad.seconds)
+        )
+        found[f"recompute.{name}"] = table(
+            (run.second - run.counts["backward"] * each) / run.counts["recompute"]
+            if run.counts["recompute"]  # of a single token some tiers save all
+            else _NOTHING
+            for run, each in zip(runs, backward.seconds)
+        )
+    return found
 
 
 _NOTHING = 1e-9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ _BY_LARGEST: Mapping[str, str] = {
     "native_layer_norm_backward": "layer_norm_backward",
     "cumsum": "cumulate",
     "sort": "sort",
-    "topk": "sort",
+    "topk": "topk",
     "_foreach_norm": "foreach_norm",
     "_foreach_mul_": "foreach_scale",
 }
@@ -62,11 +62,11 @@ _MATMULS: Mapping[str, int] = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "badd
 class CalibratedKernels:
     """Seconds of kernels above those of calling an operator that does next to nothing.
 
-    near: their operands were touched just before, and what they write lies there too.
+    near: the share of what they go through, by bytes, that was touched just before.
     """
 
     calibration: Calibration
-    near: bool = False
+    near: float = 0.0
 
     def seconds(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         name = base_name(func)
@@ -86,22 +86,23 @@ class CalibratedKernels:
     def _kernel(self, name: str, dtype: torch.dtype | str, elements: float) -> float:
         """Above the smallest call. A dtype without a table takes that of fp32 for as many bytes."""
         precision = dtype if isinstance(dtype, str) else PRECISION_OF.get(dtype, "")
-        table = self._placed(name, precision)
-        if table is None:
+        tables = self.calibration.tables
+        if f"{name}.{precision}" not in tables:
             size = dtype.itemsize if isinstance(dtype, torch.dtype) else 4
-            table, elements = self._placed(name, "fp32"), elements * size / 4
-        assert table is not None
-        return max(0.0, table.at(max(1.0, elements)) - table.smallest)
+            precision, elements = "fp32", elements * size / 4
+        far = _above_smallest(tables[f"{name}.{precision}"], elements)
+        if not self.near or f"{name}.near.{precision}" not in tables:
+            return far
+        return far + self.near * (_above_smallest(tables[f"{name}.near.{precision}"], elements) - far)
 
-    def _placed(self, name: str, precision: str) -> Table | None:
-        """Of near memory where that was timed, for what finds its own there."""
-        near = self.calibration.table(f"{name}.near.{precision}") if self.near else None
-        return near or self.calibration.table(f"{name}.{precision}")
+    def _far(self, name: str, dtype: torch.dtype | str, elements: float) -> float:
+        """_kernel on memory that was touched long ago, to take one from another that was timed there only."""
+        return replace(self, near=0.0)._kernel(name, dtype, elements)
 
     def _rows(self, loops: int) -> float:
         """What so many inner loops take more than one."""
-        plain = self._kernel("unary", "fp32", _ROWS_AT)
-        return max(0.0, self._kernel("rows", "fp32", _ROWS_AT) - plain) * (loops - 1) / (_ROWS_AT / 16)
+        plain = self._far("unary", "fp32", _ROWS_AT)
+        return max(0.0, self._far("rows", "fp32", _ROWS_AT) - plain) * (loops - 1) / (_ROWS_AT / 16)
 
     def _matmul(self, name: str, args: tuple[Any, ...], output: Tensor) -> float:
         first, second = args[_MATMULS[name]], args[_MATMULS[name] + 1]
@@ -198,6 +199,8 @@ class CalibratedKernels:
         source, made = args[0], tensors_of(output)[0]
         along_rows = made.dim() == 0 or (made.dim() == source.dim() and made.shape[-1] != source.shape[-1])
         along_rows = along_rows or made.shape[-1:] != source.shape[-1:]
+        if name == "mean" and along_rows:
+            return self._kernel("mean_rows", source.dtype, source.numel())
         if name in ("linalg_vector_norm", "norm"):
             form = "norm" if made.numel() == 1 else "norm_rows" if along_rows else "norm_columns"
             return self._kernel(form, source.dtype, source.numel())
@@ -236,8 +239,8 @@ class CalibratedKernels:
         copied = self._kernel("copy", made.dtype, made.numel()) if not name.endswith("_") else 0.0
         if not accumulates:
             return self._kernel("index", values.dtype, values.numel()) + copied
-        same = self._kernel("copy", values.dtype, values.numel())
-        return max(0.0, self._kernel("index_put", values.dtype, values.numel()) - same) + copied
+        same = self._far("copy", values.dtype, values.numel())
+        return max(0.0, self._far("index_put", values.dtype, values.numel()) - same) + copied
 
     def _scattered(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         """As many elements as there are indices; out of place what they are put into is copied first."""
@@ -250,6 +253,10 @@ class CalibratedKernels:
         parameters = tensors_of(args[0])
         each = self.calibration.per_operator["no_grad"].smallest * len(parameters)
         return self._kernel("adamw", "fp32", sum(map(Tensor.numel, parameters))) + each
+
+
+def _above_smallest(table: Table, elements: float) -> float:
+    return max(0.0, table.at(max(1.0, elements)) - table.smallest)
 
 
 def _arithmetic(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], full: int) -> str:

@@ -10,16 +10,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trainfit.hardware.calibration import Calibration
+from trainfit.hardware.calibration import Calibration, Table
 from trainfit.hardware.microbenchmarks import NEAR_BYTES
-from trainfit.hardware.overheads import part_of_step, touched_bytes
+from trainfit.hardware.overheads import Price, makes_again, part_of_step, touched_bytes
 from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.hardware.transfers import TransferPlace
 from trainfit.profile import Precision
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.flops import ATTENTION, kernel_flops, model_flops
 from trainfit.rehearsal.traffic import tensors_of, traffic_bytes
-from trainfit.techniques.recompute import running_region
+from trainfit.techniques.recompute import running_tier
 
 # Which of a device's figures decides how long something takes.
 Bound = Literal["arithmetic", "attention", "memory", "launch", "calibration", "link", "network", "host"]
@@ -35,6 +35,7 @@ class OperatorTime(NamedTuple):
 
 NOTHING = OperatorTime(0.0, "launch")
 
+_NOTHING_AROUND = Table(((1.0,),), (1e-12,))
 ADAMW_BYTES = 28  # that an fp32 update moves for a parameter: weight, two moments read and written, gradient read
 
 
@@ -46,7 +47,8 @@ class _Memory:
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque([0] * _LATEST, maxlen=_LATEST)
-        self._sum = self._total = 0
+        self._sum = 0
+        self._total = 2 * _NEAR_BYTES
         self._touched: dict[int, int] = {}  # by storage: all bytes that had been touched by then
 
     def mean_with(self, num_bytes: int) -> float:
@@ -55,12 +57,17 @@ class _Memory:
         self._latest.append(num_bytes)
         return self._sum / _LATEST
 
-    def are_near(self, operands: Sequence[Tensor]) -> bool:
-        """Whether all of some size were touched a few bytes ago."""
-        largest = max((tensor.nbytes for tensor in operands), default=0)
-        large = [tensor for tensor in operands if 4 * tensor.nbytes >= largest]
-        ages = [self._total - self._touched.get(tensor.untyped_storage()._cdata, -_FAR) for tensor in large]
-        return bool(ages) and max(ages) <= _NEAR_BYTES
+    def near_share(self, operands: Sequence[Tensor], outputs: Sequence[Tensor], *, recycled: bool) -> float:
+        """How much of what an operator goes through was touched a few bytes ago, by bytes.
+
+        recycled: memory is given back soon and taken again, so what is made lies where something was just before.
+        """
+        oldest = self._total - _NEAR_BYTES
+        known = {tensor.untyped_storage()._cdata for tensor in operands}
+        read = sum(tensor.nbytes for tensor in operands)
+        near = sum(t.nbytes for t in operands if self._touched.get(t.untyped_storage()._cdata, -1) >= oldest)
+        made = sum(tensor.nbytes for tensor in outputs if tensor.untyped_storage()._cdata not in known)
+        return (near + made * recycled) / max(1, read + made)
 
     def touches(self, tensors: Sequence[Tensor], num_bytes: int) -> None:
         self._total += num_bytes
@@ -70,7 +77,6 @@ class _Memory:
 
 _LATEST = 64
 _NEAR_BYTES = 4 * NEAR_BYTES  # two operands and an output of a calibration, and what comes between them
-_FAR = 2**62
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class OperatorCost:
     def time(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OperatorTime:
         """Of one call, after those before it. The same shapes are looked at once."""
         free = func.is_view or func._schema.name in _FREE
-        near = not free and self._finds_near(func, args)
+        near = 0.0 if free else self._near_share(args, output)
         key = (func, near, _signature(args), _signature(tuple(kwargs.items())))
         if (known := self._known.get(key)) is None:
             known = self._known[key] = self._looked_at(func, args, kwargs, output, free, near)
@@ -124,7 +130,7 @@ class OperatorCost:
         return OperatorTime(time.seconds + around, "calibration", time.flops)
 
     def _looked_at(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, free: bool, near: bool
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, free: bool, near: float
     ) -> tuple[OperatorTime, int]:
         """What a kernel takes by itself, and the bytes that it touches."""
         if free:
@@ -133,17 +139,18 @@ class OperatorCost:
         time = time._replace(flops=model_flops(func, args, kwargs, output))
         return time, touched_bytes(func, args, kwargs, output)
 
-    def _finds_near(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether what an operator reads and writes is still in the near caches.
+    def _near_share(self, args: tuple[Any, ...], output: Any) -> float:
+        """How much of what an operator reads and writes is still in the near caches.
 
-        Outputs are, where memory is given back soon and taken again: outside of autograd, which keeps it for backward.
+        What autograd keeps for backward is made where nobody was for long.
         """
-        if self.calibration is None or self.runs_ahead or part_of_step() != "no_grad":
-            return False
-        return self._memory.are_near(tensors_of(args))
+        if self.calibration is None or self.runs_ahead:
+            return 0.0
+        recycled = part_of_step() in ("no_grad", "backward")
+        return self._memory.near_share(tensors_of(args), tensors_of(output), recycled=recycled)
 
     def _kernel(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, near: bool
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, near: float
     ) -> OperatorTime:
         if self.calibration is None:
             return self._roofline(func, args, kwargs, output)
@@ -184,20 +191,19 @@ def is_recompute() -> bool:
     return part_of_step() == "recompute"
 
 
-# What a tier does that is not measured is most like what these do.
-_LIKE: Mapping[str, str] = {"selective": "pointwise", "recompute_core": "full"}
+def kernel_prices(calibration: Calibration) -> Price:
+    """What its tables say of operators one after the other, without what is around their kernels."""
+    bare = replace(calibration, per_operator={"forward": _NOTHING_AROUND})
+    return OperatorCost({}, 1.0, 0.0, calibration=bare, runs_ahead=False).seconds
 
 
 def _part() -> str:
     """Which of a calibration's overheads an operator has that is dispatched now."""
     part = part_of_step()
-    region = running_region() if part in ("forward", "recompute") else None
-    if region is None:
-        return part
-    tier = region.plan.tier
-    if tier == "full" and region.is_looked_at:  # a router's choices are kept even where nothing else is
-        return f"{part}.attention"
-    return f"{part}.{_LIKE.get(tier, tier)}"
+    if part == "recompute" and makes_again():
+        return f"{part}.discard"
+    tier = running_tier() if part in ("forward", "recompute") else None
+    return part if tier is None else f"{part}.{tier}"
 
 
 def _signature(tree: Any) -> Any:

@@ -61,6 +61,7 @@ from trainfit.techniques.switched import SwitchedForward
 
 _FORWARDS = RecomputePlan | CoreForward | SwitchedForward | CompressionPlan | BlockOffload
 SEARCHED: tuple[Tier, ...] = ("pointwise", "attention", "full")  # those of the first list that recompute
+CALIBRATED: tuple[Tier, ...] = (*SEARCHED, "discard")  # what hooks and modes take is measured
 
 _MATMULS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm")
 _BATCHED_MATMULS = ("aten.bmm", "aten.baddbmm")

@@ -47,7 +47,8 @@ from trainfit.techniques.quantised import dequantise, quantise
 from trainfit.techniques.recompute import asks_for_gradients
 from trainfit.techniques.surroundings import is_emptied
 
-Storage = Literal["bf16", "int8", "fp8", "made_again"]
+Coded = Literal["bf16", "int8", "fp8"]
+Storage = Literal[Coded, "made_again"]
 COMPRESSED: Mapping[Tier, Storage] = {
     "keep_bf16": "bf16",
     "keep_int8": "int8",
@@ -67,14 +68,14 @@ class CompressionPlan:
     """Stands in the place of a block's forward; shared by all its calls.
 
     block: held weakly, since the block holds the plan. forward: the block's own, unbound: takes the block first.
-    kind: what saved tensors become. piece: see _HOST_PIECE.
+    tier: one of COMPRESSED. piece: see _HOST_PIECE.
     frees_input: whether the last forward kept nothing of the hidden states that it was given but codes.
     """
 
     name: str
     block: weakref.ref[nn.Module]
     forward: Callable[..., Any]
-    kind: Storage
+    tier: Tier
     piece: int
     frees_input: bool = False
 
@@ -83,7 +84,11 @@ class CompressionPlan:
         cls, block: nn.Module, forward: Callable[..., Any], tier: Tier, accelerator: Accelerator, name: str
     ) -> CompressionPlan:
         piece = _HOST_PIECE if accelerator.stands_for == "cpu" else _DEVICE_PIECE
-        return cls(name, weakref.ref(block), forward, COMPRESSED[tier], piece)
+        return cls(name, weakref.ref(block), forward, tier, piece)
+
+    @property
+    def kind(self) -> Storage:
+        return COMPRESSED[self.tier]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block()
@@ -106,8 +111,10 @@ class CompressionPlan:
 class _Call:
     """One forward of one block: packs what autograd saves."""
 
+    costs_like: Tier = "discard"  # beside the operators that make codes
+
     def __init__(self, plan: CompressionPlan, inputs: list[Tensor], eps: Eps) -> None:
-        self.plan, self.eps = plan, eps
+        self.plan, self.kind, self.eps = plan, plan.kind, eps
         self.inputs = [storage_of(tensor) for tensor in inputs]
         floats = [tensor for tensor in inputs if tensor.is_floating_point()]
         self.hidden = storage_of(floats[0]) if floats else None
@@ -118,19 +125,18 @@ class _Call:
     def pack(self, tensor: Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
             return tensor
-        with torch.no_grad():
-            codes = None if is_emptied(tensor) else self._codes_of(tensor)
-            if codes is None:
-                return _AsItIs(tensor if is_emptied(tensor) else tensor.detach(), tensor._version, self.plan.name)
-            return _Saved(codes, tensor.shape, tensor.stride(), int(tensor.storage_offset()), self.plan.name)
+        if is_emptied(tensor):
+            return _AsItIs(tensor, tensor._version, self.plan.name)
+        source = None
+        if self._is_activation(tensor):
+            source = self._made_again(tensor) if self.kind == "made_again" else self._codes_of(tensor, self.kind)
+        if source is None:
+            return _AsItIs(tensor.detach(), tensor._version, self.plan.name)
+        return _Saved(source, tensor.shape, tensor.stride(), int(tensor.storage_offset()), self.plan.name)
 
-    def _codes_of(self, tensor: Tensor) -> Source | None:
+    @torch.no_grad()
+    def _codes_of(self, tensor: Tensor, kind: Coded) -> Source | None:
         """None for what is left as it is."""
-        if not self._is_activation(tensor):
-            return None
-        kind = self.plan.kind
-        if kind == "made_again":
-            return self._made_again(tensor)
         if (cast := _CastWeight.of(tensor)) is not None:
             return cast
         if not self._pays(tensor):
@@ -147,7 +153,7 @@ class _Call:
     def _made_again(self, tensor: Tensor) -> Source | None:
         if numbers_of(tensor) < self.smallest:
             return None
-        key = storage_of(tensor).cdata, tensor._version, tensor.dtype, self.plan.kind
+        key = storage_of(tensor).cdata, tensor._version, tensor.dtype, self.kind
         found = _MADE.get(key)
         if found is None and (found := MadeAgain.of(tensor, self.eps)) is not None:
             _MADE[key] = found
@@ -159,7 +165,7 @@ class _Call:
 
     def _pays(self, tensor: Tensor) -> bool:
         larger = (torch.float32, torch.float64)
-        if tensor.dtype not in (larger if self.plan.kind == "bf16" else (*larger, torch.bfloat16, torch.float16)):
+        if tensor.dtype not in (larger if self.kind == "bf16" else (*larger, torch.bfloat16, torch.float16)):
             return False
         # All of the storage must have been written by what made the tensor, or the tensor that it is a view of.
         whole = numbers_of(tensor)
@@ -182,9 +188,7 @@ class _Codes(Source):
     version: of the tensor that was saved. counter: goes with that tensor's, without its memory.
     """
 
-    def __init__(
-        self, tensor: Tensor, original: StorageWeakRef, kind: Literal["bf16", "int8", "fp8"], piece: int
-    ) -> None:
+    def __init__(self, tensor: Tensor, original: StorageWeakRef, kind: Coded, piece: int) -> None:
         self.original, self.dtype, self.piece = original, tensor.dtype, piece
         self.version, self.counter = tensor._version, _counter_of(tensor)
         self._is_original = False

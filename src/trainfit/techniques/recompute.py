@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainfit.errors import RecomputeError
-from trainfit.profile import Tier
+from trainfit.profile import CHOSEN_TIERS, Tier
 from trainfit.techniques.deferred import Deferred
 from trainfit.techniques.kept_outputs import (
     ANYWHERE,
@@ -198,9 +198,15 @@ class Region:
         return slot
 
     @property
-    def is_looked_at(self) -> bool:
-        """Whether functions are looked at for what may be stored."""
-        return bool(self.kept or self.plan.looked_at.get(self.training))
+    def costs_like(self) -> Tier:
+        """Whose operators have as much around them: functions are looked at where something may be stored."""
+        tier = self.plan.tier
+        if tier in CHOSEN_TIERS or tier == "selective":
+            return "pointwise"
+        if tier not in ("full", "recompute_core"):
+            return tier
+        # A router's choices are stored even where nothing else is.
+        return "attention" if self.kept or self.plan.looked_at.get(self.training) else "full"
 
     def open(self) -> None:
         """Backward asks for the first slot: fill all, or wait until they are, and let the next region begin."""
@@ -249,6 +255,7 @@ class _Filler:
 
     def __init__(self, region: Region) -> None:
         self.region = region
+        self.costs_like = region.costs_like
         self.position = 0
         alive = [index for index, slot in enumerate(region.slots) if slot() is not None]
         self.stop = alive[-1] + 1 if alive else 0
@@ -288,15 +295,14 @@ class _Filler:
         )
 
 
-def running_region() -> Region | None:
-    """The innermost that runs now, for the first time or again; None outside of recomputed blocks.
+def running_tier() -> Tier | None:
+    """That of the innermost block which runs now, for the first time or again, by what it costs; None outside of such.
 
     The hooks through which autograd's saved tensors go tell it.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    owner = getattr(hooks[0], "__self__", None) if hooks else None
-    region = owner.region if isinstance(owner, _Filler) else owner
-    return region if isinstance(region, Region) else None
+    tier: Tier | None = getattr(getattr(hooks[0], "__self__", None), "costs_like", None) if hooks else None
+    return tier
 
 
 def _unpack(slot: Any) -> Tensor:
