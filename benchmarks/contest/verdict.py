@@ -75,7 +75,7 @@ def _verdict(peer: Point, plans: Sequence[Point]) -> Verdict:
 
 
 def other_losses(rows: Mapping[str, Mapping[str, Any]], precision: str) -> list[str]:
-    """Names of those whose first loss is not plain's: they did another step."""
-    plain = rows["plain"]["loss"]
+    """Names of those whose first loss is not plain's: they did another step. None where medians alone were kept."""
+    plain = rows["plain"].get("loss", 0.0)
     allowed = MAX_LOSS_DIFFERENCE[precision] * abs(plain)
     return [name for name, row in rows.items() if "loss" in row and abs(row["loss"] - plain) > allowed]

@@ -253,17 +253,26 @@ def test_operators_take_longer_around_their_kernels_after_much_was_touched(calib
     assert cost.seconds(*view) > before
 
 
-def test_what_was_touched_just_before_is_priced_as_near_outside_of_autograd(calibration):
-    near = replace(calibration.tables["unary_.fp32"], seconds=(1e-9, 2e-9, 3e-9))
-    changed = replace(calibration, tables={**calibration.tables, "unary_.near.fp32": near})
+def test_what_was_touched_just_before_is_priced_as_near_by_its_share(calibration):
+    tables = dict(calibration.tables)
+    for name in ("unary_", "unary"):
+        tables[f"{name}.near.fp32"] = replace(tables[f"{name}.fp32"], seconds=(1e-9, 2e-9, 3e-9))
+    changed = replace(calibration, tables=tables)
     cost = cost_of(changed, runs_ahead=False)
-    call = ran(aten.mul_.Scalar, torch.ones(2**14), 1.0)
-    around = calibration.around("no_grad", 0.0)
-    far = CalibratedKernels(changed).seconds(*call)
+
+    def kernel(call, part) -> float:
+        return cost.seconds(*call) - calibration.around(part, 0.0)
+
+    a = torch.ones(2**14)
+    in_place, out_of_place = ran(aten.mul_.Scalar, a, 1.0), ran(aten.neg.default, a)
+    far = CalibratedKernels(changed)
+    near = 3e-9 - 1e-9  # above the smallest
+    assert kernel(in_place, "forward") == pytest.approx(far.seconds(*in_place))  # touched for the first time
+    assert kernel(in_place, "forward") == pytest.approx(near)
+    half = (near + far.seconds(*out_of_place)) / 2  # what forward makes lies where nobody was
+    assert kernel(out_of_place, "forward") == pytest.approx(half)
     with torch.no_grad():
-        assert cost.seconds(*call) == pytest.approx(around + far)
-        assert cost.seconds(*call) == pytest.approx(around + 2e-9)
-    assert cost.seconds(*call) == pytest.approx(calibration.around("forward", 0.0) + far)
+        assert kernel(out_of_place, "no_grad") == pytest.approx(near)
 
 
 def test_a_device_that_runs_behind_its_host_takes_the_longer_of_kernel_and_launch(calibration):

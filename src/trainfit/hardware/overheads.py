@@ -19,10 +19,11 @@ recompute.TIER       of that block when it runs again, or of what is made again;
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ from trainfit.hardware.runtime import Accelerator
 _HEADS, _HEAD_DIM, _SEQ_LEN = 4, 64, 64
 _DIM = _HEADS * _HEAD_DIM
 BLOCKS = 4  # with two, what is around an operator took half as long in backward: all of it was in a cache
-_ROUNDS = 6
-SEQUENCES = (0, 1, 4, 16)  # of _SEQ_LEN tokens; 0 is a single token
+_ROUNDS = 16
+# Of _SEQ_LEN tokens; 0 is a single token. With more, a few per cent of the kernels are more than all around them, and a
+# block of 256 tokens has displaced what a megabyte of cache holds.
+SEQUENCES = (0, 1, 4)
 
 Clock = Callable[[], float]  # seconds, after all that was launched has ended
 Price = Callable[[Any, Any, Any, Any], float]  # (operator, args, kwargs, output): seconds of a kernel in tables
@@ -105,16 +108,6 @@ class _Kernels(TorchDispatchMode):
         return output
 
 
-@dataclass
-class _Run:
-    """Seconds of the two halves of a step beyond their kernels, and how many operators each part has."""
-
-    first: float
-    second: float
-    counts: Mapping[str, int]
-    touched: float  # bytes an operator
-
-
 def _new_blocks() -> nn.ModuleList:
     from transformers import LlamaConfig  # a second of imports that a step does without
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -130,37 +123,25 @@ def _new_blocks() -> nn.ModuleList:
     return nn.ModuleList(LlamaDecoderLayer(config, number) for number in range(BLOCKS))
 
 
-@dataclass
 class _Probe:
     """Some blocks, and how they are run."""
 
-    device: Accelerator
-    clock: Clock
-    price: Price
-    recompute: Recompute | None = None
-    blocks: nn.ModuleList = field(init=False)
-
-    def __post_init__(self) -> None:
-        with torch.device(self.device.device):
+    def __init__(self, device: Accelerator, clock: Clock, recompute: Recompute | None = None) -> None:
+        self.device, self.clock = device, clock
+        with torch.device(device.device):
             self.blocks = _new_blocks()
-        if self.recompute is not None:
+        if recompute is not None:
             for block in self.blocks:
-                self.recompute(block)
+                recompute(block)
 
-    def runs(self, *, learns: bool = True) -> list[_Run]:
-        """One for each number of sequences."""
-        numbers = SEQUENCES if self.device.kind == "cpu" else SEQUENCES[:1]
-        with torch.set_grad_enabled(learns):
-            return [self._run(number, learns) for number in numbers]
-
-    def _run(self, sequences: int, learns: bool) -> _Run:
+    def halves(self, sequences: int, *, learns: bool) -> tuple[float, float]:
+        """Seconds of a forward and of its backward."""
         shape = (sequences, _SEQ_LEN) if sequences else (1, 1)
-        hidden = torch.full((*shape, _DIM), 0.5, device=self.device.device)
+        output = hidden = torch.full((*shape, _DIM), 0.5, device=self.device.device)
         table = torch.full((1, shape[1], _HEAD_DIM), 0.5, device=self.device.device)
         gradient, parameters = torch.ones_like(hidden), list(self.blocks.parameters())
-
-        def step() -> tuple[float, float]:
-            begin, output = self.clock(), hidden
+        with torch.set_grad_enabled(learns):
+            begin = self.clock()
             for block in self.blocks:
                 output = block(output, position_embeddings=(table, table))
             middle = self.clock()
@@ -168,15 +149,48 @@ class _Probe:
                 torch.autograd.grad(output, parameters, gradient)
             return middle - begin, self.clock() - middle
 
-        step()  # the first call of a recomputed block is not like the others
-        first, second = map(min, zip(*(step() for _ in range(_ROUNDS)), strict=True))
-        kernels = _Kernels(self.price)
-        with kernels:
-            step()
-        seconds, counts = kernels.seconds, kernels.counts
-        first -= seconds["forward"] + seconds["no_grad"]
-        second -= seconds["backward"] + seconds["recompute"]
-        return _Run(first, second, counts, kernels.touched / counts.total())
+    def kernels(self, sequences: int, price: Price, *, learns: bool) -> _Kernels:
+        """Of such a step."""
+        found = _Kernels(price)
+        with found:
+            self.halves(sequences, learns=learns)
+        return found
+
+
+@dataclass(frozen=True)
+class _Beyond:
+    """Seconds of a forward and of its backward beyond their kernels, and how many operators each part has."""
+
+    first: float
+    second: float
+    counts: Mapping[str, int]
+    touched: float  # bytes an operator
+
+    def each(self, part: str, seconds: float) -> float:
+        """So many seconds, shared among a part's operators; of a single token some tiers make nothing again."""
+        return max(_NOTHING, seconds / self.counts[part]) if self.counts[part] else _NOTHING
+
+
+def _beyond(probes: Mapping[str, _Probe], sequences: int, price: Price) -> dict[str, _Beyond]:
+    """By probe. All take turns, and what one takes more than plain is the median of rounds: it is small beside both."""
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in probes}
+    for number in range(_ROUNDS + 1):
+        for name, probe in probes.items():
+            found = probe.halves(sequences, learns=name != "no_grad")
+            if number:  # the first call of a recomputed block is not like the others
+                rounds[name].append(found)
+    least = [min(each) for each in zip(*rounds["plain"], strict=True)]
+    made: dict[str, _Beyond] = {}
+    for name, probe in probes.items():
+        first, second = (
+            low + statistics.median(mine - plain for mine, plain in zip(own, beside, strict=True))
+            for low, own, beside in zip(least, zip(*rounds[name]), zip(*rounds["plain"]), strict=True)
+        )
+        kernels = probe.kernels(sequences, price, learns=name != "no_grad")
+        first -= kernels.seconds["forward"] + kernels.seconds["no_grad"]
+        second -= kernels.seconds["backward"] + kernels.seconds["recompute"]
+        made[name] = _Beyond(first, second, kernels.counts, kernels.touched / kernels.counts.total())
+    return made
 
 
 def operator_overheads(
@@ -186,30 +200,29 @@ def operator_overheads(
 
     price: of kernels, without what is around them. tiers: how a block is put under each tier that makes anything again.
     """
-    plain = _Probe(device, clock, price).runs()
-    axis = tuple(max(1.0, run.touched) for run in plain)
+    tiers = tiers or {}
+    probes = {name: _Probe(device, clock) for name in ("plain", "no_grad")}
+    probes |= {name: _Probe(device, clock, recompute) for name, recompute in tiers.items()}
+    sizes = SEQUENCES if device.kind == "cpu" else SEQUENCES[:1]
+    runs = [_beyond(probes, sequences, price) for sequences in sizes]
+    axis = tuple(max(1.0, run["plain"].touched) for run in runs)
 
     def table(seconds: Iterable[float]) -> Table:
-        return Table.grown((axis,), {(at,): max(_NOTHING, each) for at, each in enumerate(seconds)})
+        return Table.grown((axis,), {(at,): each for at, each in enumerate(seconds)})
 
-    found = {
-        "forward": table(run.first / run.counts["forward"] for run in plain),
-        "backward": (backward := table(run.second / run.counts["backward"] for run in plain)),
-    }
-    alone = _Probe(device, clock, price).runs(learns=False)
-    found["no_grad"] = no_grad = table(run.first / run.counts["no_grad"] for run in alone)
-    for name, recompute in (tiers or {}).items():
-        runs = _Probe(device, clock, price, recompute).runs()
+    forward = table(run["plain"].each("forward", run["plain"].first) for run in runs)
+    backward = table(run["plain"].each("backward", run["plain"].second) for run in runs)
+    no_grad = table(run["no_grad"].each("no_grad", run["no_grad"].first) for run in runs)
+    found = {"forward": forward, "backward": backward, "no_grad": no_grad}
+    for name in tiers:
+        own = [run[name] for run in runs]
+        # Hooks run without gradients.
         found[f"forward.{name}"] = table(
-            # Hooks run without gradients.
-            (run.first - run.counts["no_grad"] * each) / run.counts["forward"]
-            for run, each in zip(runs, no_grad.seconds)
+            run.each("forward", run.first - run.counts["no_grad"] * each) for run, each in zip(own, no_grad.seconds)
         )
         found[f"recompute.{name}"] = table(
-            (run.second - run.counts["backward"] * each) / run.counts["recompute"]
-            if run.counts["recompute"]  # of a single token some tiers save all
-            else _NOTHING
-            for run, each in zip(runs, backward.seconds)
+            run.each("recompute", run.second - run.counts["backward"] * each)
+            for run, each in zip(own, backward.seconds)
         )
     return found
 
