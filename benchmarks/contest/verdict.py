@@ -75,7 +75,8 @@ def _verdict(peer: Point, plans: Sequence[Point]) -> Verdict:
 
 
 def other_losses(rows: Mapping[str, Mapping[str, Any]], precision: str) -> list[str]:
-    """Names of those whose first loss is not plain's: they did another step. None where medians alone were kept."""
-    plain = rows["plain"].get("loss", 0.0)
+    """Names of those whose first loss is not plain's: they did another step. Empty where medians alone were kept."""
+    if (plain := rows["plain"].get("loss")) is None:
+        return []
     allowed = MAX_LOSS_DIFFERENCE[precision] * abs(plain)
     return [name for name, row in rows.items() if "loss" in row and abs(row["loss"] - plain) > allowed]

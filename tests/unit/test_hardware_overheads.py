@@ -9,7 +9,7 @@ from trainfit.hardware.overheads import operator_overheads, part_of_step, touche
 from trainfit.profile import Tier
 from trainfit.rehearsal.operator_cost import _NEAR_BYTES, _Memory, _part
 from trainfit.techniques.activation import CALIBRATED, recompute_block
-from trainfit.techniques.recompute import running_tier
+from trainfit.techniques.recompute import priced_tier
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def test_the_part_of_a_step_and_its_tier_are_known_where_an_operator_runs():
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.add((part_of_step(), running_tier()))
+            seen.add((part_of_step(), priced_tier()))
             return func(*args, **(kwargs or {}))
 
     def step(block: nn.Module) -> set:

@@ -30,17 +30,16 @@ def _full(elements: int, dtype: torch.dtype, device: torch.device, row: int = RO
 
 def operands(pattern: str, row: int = ROW) -> Make:
     """One letter an operand. n: all elements; r: one for each row; c: one row; i: an index for each row, one of as many
-    rows; h: half of the elements, the first or the second half of each row; f: all, in fp32."""
+    rows; f: all, in fp32."""
 
     def make(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         like = _full(elements, dtype, device, row)
-        rows, width = like.shape
+        rows = like.shape[0]
         forms: dict[str, Callable[[], Tensor]] = {
             "n": lambda: torch.full_like(like, _VALUE),
             "r": lambda: torch.full_like(like[:, :1], _VALUE),
             "c": lambda: torch.full_like(like[0], _VALUE),
             "i": lambda: torch.arange(rows, device=device).flip(0).contiguous(),
-            "h": lambda: torch.full_like(like[:, : max(1, width // 2)], _VALUE),
             "f": lambda: torch.full_like(like, _VALUE, dtype=torch.float32),
         }
         return tuple(forms[letter]() for letter in pattern)
@@ -125,7 +124,6 @@ KERNELS: Mapping[str, Kernel] = {
     "norm_rows": (operands("n"), lambda x: torch.linalg.vector_norm(x, dim=-1)),
     "norm_columns": (operands("n"), lambda x: torch.linalg.vector_norm(x, dim=0)),
     "cumulate": (operands("n"), lambda x: x.cumsum(-1)),
-    "cat": (operands("hh"), lambda x, y: torch.cat((x, y), -1)),
     "embedding": (operands("ni"), lambda x, index: F.embedding(index, x)),
     "embedding_backward": (
         operands("ni"),
@@ -151,7 +149,7 @@ HALF_KERNELS: Mapping[str, Kernel] = {
 NEAR = frozenset(
     {
         *("copy", "fill", "unary", "unary_", "binary", "binary_", "compare", "compare_number", "sqrt", "exp", "power"),
-        *("sum_rows", "mean_rows", "sum_columns", "norm_rows", "cat", "index", "from_fp32", "to_fp32", "adamw"),
+        *("sum_rows", "mean_rows", "sum_columns", "norm_rows", "index", "from_fp32", "to_fp32", "adamw"),
         *("silu", "silu_backward", "gelu", "gelu_backward", "tanh", "tanh_backward"),
         *("gelu_tanh", "gelu_tanh_backward", "softmax", "softmax_backward", "layer_norm", "layer_norm_backward"),
     }

@@ -2,8 +2,8 @@
 
 NOTE [ Warm and cold ]
 In a training step an operator reads what was written some operators ago. So no kernel is timed on one pair of buffers
-again and again, which would stay in the innermost cache: operands go round a pool, and so do outputs. Those that chains
-of small pieces consist of are timed in a small pool too, which they name "near".
+again and again, which would stay in the innermost cache: operands go round a pool, and so do outputs. Those that blocks
+and updates in pieces consist of are timed in a small pool too, under the name "near".
 
 NOTE [ Whose seconds ]
 With one thread on a CPU, seconds are the processor's for this thread: what a neighbour took of the core is not in them.
@@ -150,7 +150,8 @@ def calibrate(
     """Measures the device.
 
     price_of: what tables say of an operator's kernel; see operator_cost.py. tiers: how to put a block under each
-    tier that recomputes, to measure what that takes. report is told what is measured and the share that is done.
+    tier that makes anything again, to measure what that takes. report is told what is measured and the share that is
+    done.
     """
     watch = Stopwatch(device)
     work = dict(_work(watch, device, grids or (Grids() if device.kind == "cpu" else DEVICE_GRIDS)))

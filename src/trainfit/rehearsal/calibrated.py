@@ -91,9 +91,11 @@ class CalibratedKernels:
             size = dtype.itemsize if isinstance(dtype, torch.dtype) else 4
             precision, elements = "fp32", elements * size / 4
         far = _above_smallest(tables[f"{name}.{precision}"], elements)
-        if not self.near or f"{name}.near.{precision}" not in tables:
+        if not self.near or (table := tables.get(f"{name}.near.{precision}")) is None:
             return far
-        return far + self.near * (_above_smallest(tables[f"{name}.near.{precision}"], elements) - far)
+        # What is larger than anything that was timed does not lie there whole.
+        share = self.near * min(1.0, table.axes[0][-1] / max(1.0, elements))
+        return far + share * (_above_smallest(table, elements) - far)
 
     def _far(self, name: str, dtype: torch.dtype | str, elements: float) -> float:
         """_kernel on memory that was touched long ago, to take one from another that was timed there only."""
@@ -229,7 +231,7 @@ class CalibratedKernels:
     def _embedding_backward(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         """The table was timed with as many rows in the gradient as in the weight; here they differ."""
         gradient, made = args[0], tensors_of(output)[0]
-        more = self._kernel("fill", made.dtype, made.numel()) - self._kernel("fill", made.dtype, gradient.numel())
+        more = self._far("fill", made.dtype, made.numel()) - self._far("fill", made.dtype, gradient.numel())
         return max(0.0, self._kernel("embedding_backward", gradient.dtype, gradient.numel()) + more)
 
     def _put(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainfit.operators import BlockGraph, Operator
+from trainfit.profile import Tier
 from trainfit.rehearsal.operator_cost import OperatorCost
 from trainfit.rehearsal.operators import leaves_to_its_handler
 from trainfit.techniques.activation import makes_its_own, operator_name, routing_rules
@@ -37,6 +38,8 @@ class _Seen:
 
 class _Listening(TorchDispatchMode):
     """Follows storages from the operators that make them to those that read them."""
+
+    costs_like: ClassVar[Tier] = "pointwise"  # as the tiers that are chosen by this
 
     def __init__(self, block: nn.Module, cost: OperatorCost, rounding: int, given_up: Collection[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from trainfit.hardware.calibration import Calibration, Table
 from trainfit.hardware.microbenchmarks import NEAR_BYTES
-from trainfit.hardware.overheads import Price, makes_again, part_of_step, touched_bytes
+from trainfit.hardware.overheads import Price, part_of_step, touched_bytes
 from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.hardware.transfers import TransferPlace
 from trainfit.profile import Precision
 from trainfit.rehearsal.calibrated import CalibratedKernels
 from trainfit.rehearsal.flops import ATTENTION, kernel_flops, model_flops
 from trainfit.rehearsal.traffic import tensors_of, traffic_bytes
-from trainfit.techniques.recompute import running_tier
+from trainfit.techniques.recompute import priced_tier
 
 # Which of a device's figures decides how long something takes.
 Bound = Literal["arithmetic", "attention", "memory", "launch", "calibration", "link", "network", "host"]
@@ -74,6 +74,11 @@ class _Memory:
         for tensor in tensors:
             self._touched[tensor.untyped_storage()._cdata] = self._total
 
+    def forget(self, tensors: Sequence[Tensor]) -> None:
+        """Made without being written: another storage may have had the address."""
+        for tensor in tensors:
+            self._touched.pop(tensor.untyped_storage()._cdata, None)
+
 
 _LATEST = 64
 _NEAR_BYTES = 4 * NEAR_BYTES  # two operands and an output of a calibration, and what comes between them
@@ -114,7 +119,7 @@ class OperatorCost:
     def time(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> OperatorTime:
         """Of one call, after those before it. The same shapes are looked at once."""
         free = func.is_view or func._schema.name in _FREE
-        near = 0.0 if free else self._near_share(args, output)
+        near = 0.0 if free else self._near_share((args, kwargs), output)
         key = (func, near, _signature(args), _signature(tuple(kwargs.items())))
         if (known := self._known.get(key)) is None:
             known = self._known[key] = self._looked_at(func, args, kwargs, output, free, near)
@@ -125,7 +130,9 @@ class OperatorCost:
             around = 0.0 if free else self.calibration.around(_part(), 0.0)
             return OperatorTime(max(time.seconds, around), "calibration", time.flops)
         if not free:
-            self._memory.touches([*tensors_of(args), *tensors_of(output)], touched)
+            self._memory.touches([*tensors_of((args, kwargs)), *tensors_of(output)], touched)
+        elif not func.is_view:
+            self._memory.forget(tensors_of(output))
         around = self.calibration.around(_part(), self._memory.mean_with(touched))
         return OperatorTime(time.seconds + around, "calibration", time.flops)
 
@@ -139,7 +146,7 @@ class OperatorCost:
         time = time._replace(flops=model_flops(func, args, kwargs, output))
         return time, touched_bytes(func, args, kwargs, output)
 
-    def _near_share(self, args: tuple[Any, ...], output: Any) -> float:
+    def _near_share(self, given: Any, output: Any) -> float:
         """How much of what an operator reads and writes is still in the near caches.
 
         What autograd keeps for backward is made where nobody was for long.
@@ -147,7 +154,7 @@ class OperatorCost:
         if self.calibration is None or self.runs_ahead:
             return 0.0
         recycled = part_of_step() in ("no_grad", "backward")
-        return self._memory.near_share(tensors_of(args), tensors_of(output), recycled=recycled)
+        return self._memory.near_share(tensors_of(given), tensors_of(output), recycled=recycled)
 
     def _kernel(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, near: float
@@ -193,16 +200,16 @@ def is_recompute() -> bool:
 
 def kernel_prices(calibration: Calibration) -> Price:
     """What its tables say of operators one after the other, without what is around their kernels."""
-    bare = replace(calibration, per_operator={"forward": _NOTHING_AROUND})
+    bare = replace(calibration, per_operator=dict.fromkeys(("forward", "backward", "no_grad"), _NOTHING_AROUND))
     return OperatorCost({}, 1.0, 0.0, calibration=bare, runs_ahead=False).seconds
 
 
 def _part() -> str:
     """Which of a calibration's overheads an operator has that is dispatched now."""
     part = part_of_step()
-    if part == "recompute" and makes_again():
-        return f"{part}.discard"
-    tier = running_tier() if part in ("forward", "recompute") else None
+    if part == "recompute" and not torch.is_grad_enabled():
+        return f"{part}.discard"  # what it makes again is made without gradients
+    tier = priced_tier() if part in ("forward", "recompute") else None
     return part if tier is None else f"{part}.{tier}"
 
 

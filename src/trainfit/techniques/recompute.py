@@ -155,6 +155,7 @@ class Region:
         self.buffers: list[WrittenBuffer] = []
         self.before = None if plan.beside is None else plan.beside.before(self)
         self.is_recomputed = False
+        self.training = block.training
         self.started: Callable[[], None] | None = None  # ahead of time: waits until it is done
         self._original = (args, kwargs)
 
@@ -164,8 +165,7 @@ class Region:
         del self._original
         plan = self.plan
         buffers = BufferWatch(self.block)
-        training = self.block.training
-        self.training = training
+        training = self.training
         learning = None if training in plan.looked_at else CurrentFunction()
         mode = KeepMode(self, buffers, learning)
         with saved_tensors_hooks(self._pack, _unpack), plan.looking(mode, training), learning or nullcontext():
@@ -295,8 +295,8 @@ class _Filler:
         )
 
 
-def running_tier() -> Tier | None:
-    """That of the innermost block which runs now, for the first time or again, by what it costs; None outside of such.
+def priced_tier() -> Tier | None:
+    """The tier whose overheads operators have that run now, by the innermost block; None where a block saves all.
 
     The hooks through which autograd's saved tensors go tell it.
     """
