@@ -109,8 +109,9 @@ class Calibration:
 
     def around(self, part: str, touched: float) -> float:
         """Seconds of an operator around its kernel, where operators touch so many bytes. A part that was not measured,
-        such as one of a technique, is like forward."""
-        return self.per_operator.get(part, self.per_operator["forward"]).at(max(1.0, touched))
+        such as one of a technique, is like forward. Beyond the largest size there is no more: caches are empty then."""
+        table = self.per_operator.get(part, self.per_operator["forward"])
+        return table.at(min(max(1.0, touched), table.axes[0][-1]))
 
     def table(self, name: str) -> Table | None:
         return self.tables.get(name)
