@@ -13,14 +13,14 @@ NOTE [ Overheads by part ]
 forward, backward    of plain training
 no_grad              without autograd, as optimizers run
 forward.TIER         of a block that does not save all: what autograd saves goes through hooks, and what the tier keeps
-                     is looked for
-recompute.TIER       of that block when it runs again, or of what is made again; what hooks do in backward is in it
+                     is looked for. Of one that does not run again, what its hooks do in backward is in it: which
+                     operators of a backward are its own is not known
+recompute.TIER       of a block when it runs again; what hooks do in backward is in it
 """
 
 from __future__ import annotations
 
 import statistics
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -54,26 +54,7 @@ def part_of_step() -> str:
     in_engine = torch._C._current_graph_task_id() != -1
     if torch.is_grad_enabled():
         return "recompute" if in_engine else "forward"
-    if in_engine:
-        return "recompute" if makes_again() else "backward"
-    return "no_grad"
-
-
-class MakingAgain:
-    """Around an operator that backward runs once more, without gradients, for a tensor that was not saved."""
-
-    def __enter__(self) -> None:
-        _AGAIN.depth = getattr(_AGAIN, "depth", 0) + 1
-
-    def __exit__(self, *details: object) -> None:
-        _AGAIN.depth -= 1
-
-
-def makes_again() -> bool:
-    return getattr(_AGAIN, "depth", 0) > 0
-
-
-_AGAIN = threading.local()  # the engine has a thread for each device
+    return "backward" if in_engine else "no_grad"
 
 
 def touched_bytes(func: Any, args: Any, kwargs: Any, output: Any) -> int:
@@ -168,9 +149,9 @@ class _Beyond:
     counts: Mapping[str, int]
     touched: float  # bytes an operator
 
-    def each(self, part: str, seconds: float) -> float | None:
-        """So many seconds, shared among a part's operators; of a single token some tiers make nothing again."""
-        return max(_NOTHING, seconds / self.counts[part]) if self.counts[part] else None
+    def each(self, part: str, seconds: float) -> float:
+        """So many seconds, shared among a part's operators."""
+        return max(_NOTHING, seconds / self.counts[part])
 
 
 def _beyond(probes: Mapping[str, _Probe], sequences: int, price: Price) -> dict[str, _Beyond]:
@@ -213,23 +194,23 @@ def operator_overheads(
 
     found: dict[str, Table] = {}
 
-    def add(part: str, seconds: Iterable[float | None]) -> Sequence[float]:
-        """Sizes at which a part has no operators are like the next one at which it has."""
-        points = list(seconds)
-        known = [next((each for each in points[at:] if each is not None), None) for at in range(len(points))]
-        if None not in known:
-            found[part] = Table.grown((axis,), {(at,): each for at, each in enumerate(known) if each is not None})
-        return found[part].seconds if part in found else ()
+    def add(part: str, seconds: Iterable[float]) -> Sequence[float]:
+        found[part] = Table.grown((axis,), {(at,): each for at, each in enumerate(seconds)})
+        return found[part].seconds
 
     add("forward", (run["plain"].each("forward", run["plain"].forward_seconds) for run in runs))
     backward = add("backward", (run["plain"].each("backward", run["plain"].backward_seconds) for run in runs))
     no_grad = add("no_grad", (run["no_grad"].each("no_grad", run["no_grad"].forward_seconds) for run in runs))
     for name in tiers:
         own = [run[name] for run in runs]
-        hooks = (run.counts["no_grad"] * each for run, each in zip(own, no_grad))  # run without gradients
-        rest = (run.counts["backward"] * each for run, each in zip(own, backward))
-        add(f"forward.{name}", (run.each("forward", run.forward_seconds - less) for run, less in zip(own, hooks)))
-        add(f"recompute.{name}", (run.each("recompute", run.backward_seconds - less) for run, less in zip(own, rest)))
+        # Hooks run without gradients.
+        first = [run.forward_seconds - run.counts["no_grad"] * each for run, each in zip(own, no_grad)]
+        rest = [run.backward_seconds - run.counts["backward"] * each for run, each in zip(own, backward)]
+        if all(run.counts["recompute"] for run in own):
+            add(f"recompute.{name}", (run.each("recompute", seconds) for run, seconds in zip(own, rest)))
+        else:
+            first = [sum(each) for each in zip(first, rest)]
+        add(f"forward.{name}", (run.each("forward", seconds) for run, seconds in zip(own, first)))
     return found
 
 

@@ -207,8 +207,6 @@ def kernel_prices(calibration: Calibration) -> Price:
 def _part() -> str:
     """Which of a calibration's overheads an operator has that is dispatched now."""
     part = part_of_step()
-    if part == "recompute" and not torch.is_grad_enabled():
-        return f"{part}.discard"  # what it makes again is made without gradients
     tier = priced_tier() if part in ("forward", "recompute") else None
     return part if tier is None else f"{part}.{tier}"
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainfit.errors import RecomputeError
-from trainfit.hardware.overheads import MakingAgain
 
 Eps = Mapping[tuple[int, int], float]  # by where the weight is that a layer norm has
 
@@ -56,7 +55,7 @@ class MadeAgain(Source):
 
     def value(self, name: str) -> Tensor:
         if self._value is None:
-            with torch.no_grad(), MakingAgain():
+            with torch.no_grad():
                 made = self.run()
             if (made.shape, made.stride(), made.dtype) != self.like:
                 raise RecomputeError(
