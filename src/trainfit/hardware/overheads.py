@@ -198,7 +198,7 @@ def operator_overheads(
         found[part] = Table.grown((axis,), {(at,): each for at, each in enumerate(seconds)})
         return found[part].seconds
 
-    add("forward", (run["plain"].each("forward", run["plain"].forward_seconds) for run in runs))
+    forward = add("forward", (run["plain"].each("forward", run["plain"].forward_seconds) for run in runs))
     backward = add("backward", (run["plain"].each("backward", run["plain"].backward_seconds) for run in runs))
     no_grad = add("no_grad", (run["no_grad"].each("no_grad", run["no_grad"].forward_seconds) for run in runs))
     for name in tiers:
@@ -206,11 +206,15 @@ def operator_overheads(
         # Hooks run without gradients.
         first = [run.forward_seconds - run.counts["no_grad"] * each for run, each in zip(own, no_grad)]
         rest = [run.backward_seconds - run.counts["backward"] * each for run, each in zip(own, backward)]
-        if all(run.counts["recompute"] for run in own):
+        runs_again = all(run.counts["recompute"] for run in own)
+        if runs_again:
             add(f"recompute.{name}", (run.each("recompute", seconds) for run, seconds in zip(own, rest)))
         else:
             first = [sum(each) for each in zip(first, rest)]
-        add(f"forward.{name}", (run.each("forward", seconds) for run, seconds in zip(own, first)))
+        found_first = [run.each("forward", seconds) for run, seconds in zip(own, first)]
+        if not runs_again and len(sizes) > 1:  # a single token's tensors are too small to be made again
+            found_first[0] = max(found_first[0], forward[0] + found_first[1] - forward[1])
+        add(f"forward.{name}", found_first)
     return found
 
 
