@@ -75,8 +75,12 @@ def _verdict(peer: Point, plans: Sequence[Point]) -> Verdict:
 
 
 def other_losses(rows: Mapping[str, Mapping[str, Any]], precision: str) -> list[str]:
-    """Names of those whose first loss is not plain's: they did another step. Empty where medians alone were kept."""
-    if (plain := rows["plain"].get("loss")) is None:
+    """Names of those whose first loss is not plain's: they did another step.
+
+    Empty where no row has a loss: of such a case medians alone were kept.
+    """
+    if not any("loss" in row for row in rows.values()):
         return []
+    plain = rows["plain"]["loss"]
     allowed = MAX_LOSS_DIFFERENCE[precision] * abs(plain)
     return [name for name, row in rows.items() if "loss" in row and abs(row["loss"] - plain) > allowed]

@@ -283,6 +283,19 @@ def test_what_was_touched_just_before_is_priced_as_near_by_its_share(calibration
         assert kernel(out_of_place, "no_grad") == pytest.approx(near)
 
 
+def test_what_a_compiled_kernel_writes_is_near_and_what_is_made_empty_is_not(calibration):
+    """Such a kernel has its outputs among its keywords, and an empty tensor may lie where another one was."""
+    tables = {**calibration.tables, "copy.near.fp32": replace(calibration.tables["copy.fp32"], seconds=(1e-9,) * 3)}
+    cost = cost_of(replace(calibration, tables=tables), runs_ahead=False)
+    read, made = torch.ones(2**14), torch.empty(2**14)
+    kernel = (torch.ops.trainfit.fused_kernel.default, ([read],), {"out": [made]}, None)
+    first, second = cost.seconds(*kernel), cost.seconds(*kernel)
+    assert second < first
+    cost.seconds(aten.empty.memory_format, ([2**14],), {}, made)
+    cost.seconds(aten.empty.memory_format, ([2**14],), {}, read)
+    assert cost.seconds(*kernel) == pytest.approx(first)
+
+
 def test_a_device_that_runs_behind_its_host_takes_the_longer_of_kernel_and_launch(calibration):
     cost = cost_of(calibration, runs_ahead=True)
     around = calibration.around("forward", 0.0)

@@ -149,7 +149,7 @@ class _Beyond:
     counts: Mapping[str, int]
     touched: float  # bytes an operator
 
-    def each(self, part: str, seconds: float) -> float:
+    def seconds_each(self, part: str, seconds: float) -> float:
         """So many seconds, shared among a part's operators."""
         return max(_NOTHING, seconds / self.counts[part])
 
@@ -198,24 +198,28 @@ def operator_overheads(
         found[part] = Table.grown((axis,), {(at,): each for at, each in enumerate(seconds)})
         return found[part].seconds
 
-    forward = add("forward", (run["plain"].each("forward", run["plain"].forward_seconds) for run in runs))
-    backward = add("backward", (run["plain"].each("backward", run["plain"].backward_seconds) for run in runs))
-    no_grad = add("no_grad", (run["no_grad"].each("no_grad", run["no_grad"].forward_seconds) for run in runs))
+    forward = add("forward", (run["plain"].seconds_each("forward", run["plain"].forward_seconds) for run in runs))
+    backward = add("backward", (run["plain"].seconds_each("backward", run["plain"].backward_seconds) for run in runs))
+    no_grad = add("no_grad", (run["no_grad"].seconds_each("no_grad", run["no_grad"].forward_seconds) for run in runs))
     for name in tiers:
         own = [run[name] for run in runs]
         # Hooks run without gradients.
         first = [run.forward_seconds - run.counts["no_grad"] * each for run, each in zip(own, no_grad)]
         rest = [run.backward_seconds - run.counts["backward"] * each for run, each in zip(own, backward)]
-        runs_again = all(run.counts["recompute"] for run in own)
-        if runs_again:
-            add(f"recompute.{name}", (run.each("recompute", seconds) for run, seconds in zip(own, rest)))
+        if all(run.counts["recompute"] for run in own):
+            add(f"recompute.{name}", (run.seconds_each("recompute", seconds) for run, seconds in zip(own, rest)))
+            add(f"forward.{name}", (run.seconds_each("forward", seconds) for run, seconds in zip(own, first)))
         else:
-            first = [sum(each) for each in zip(first, rest)]
-        found_first = [run.each("forward", seconds) for run, seconds in zip(own, first)]
-        if not runs_again and len(sizes) > 1:  # a single token's tensors are too small to be made again
-            found_first[0] = max(found_first[0], forward[0] + found_first[1] - forward[1])
-        add(f"forward.{name}", found_first)
+            hooked = [run.seconds_each("forward", sum(seconds)) for run, *seconds in zip(own, first, rest)]
+            add(f"forward.{name}", _hooks_at_work(hooked, forward))
     return found
+
+
+def _hooks_at_work(hooked: Sequence[float], plain: Sequence[float]) -> list[float]:
+    """By size. A single token's tensors are too small to be made again: hooks take as much more as at the next size."""
+    if len(hooked) == 1:
+        return list(hooked)
+    return [max(hooked[0], plain[0] + hooked[1] - plain[1]), *hooked[1:]]
 
 
 def _no_seconds(*_: Any) -> float:
