@@ -115,7 +115,7 @@ def test_a_relative_cache_folder_is_ignored(monkeypatch):
     [
         ("{", "cannot be read"),
         ("[]", "no calibration"),
-        ('{"format": 0}', "format is 0, not 3"),
+        ('{"format": 0}', "format is 0, not 4"),
         ({"tables": {"copy.fp32": {"axes": [[1.0, 2.0]], "seconds": [1.0]}}}, "1 figures for axes of"),
         ({"tables": {"copy.fp32": {"axes": [[1.0]], "seconds": ["fast"]}}}, "no calibration"),
         ({"per_operator": {"forward": {"axes": [[1.0]], "seconds": [1.0]}}}, "per_operator has no backward"),

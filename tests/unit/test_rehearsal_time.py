@@ -241,6 +241,36 @@ def test_a_scatter_takes_as_long_as_it_has_indices(calibration):
     assert few == wide
 
 
+def test_a_softmax_over_a_few_experts_takes_as_long_as_it_has_rows(calibration):
+    """The slope of its tables by rows, not by elements: no vector of a processor is filled by eight of them."""
+    kernels = CalibratedKernels(calibration)
+
+    def seconds(rows: int, width: int) -> float:
+        scores = torch.zeros(rows, width)
+        forward = kernels.seconds(aten._softmax.default, (scores, -1, False), {}, scores)
+        backward = kernels.seconds(aten._softmax_backward_data.default, (scores, scores, -1, scores.dtype), {}, scores)
+        return forward + backward
+
+    assert seconds(4096, 4) == seconds(4096, 8) == seconds(4096, 16)
+    assert seconds(4096, 8) == pytest.approx(_of_tables(calibration, "_narrow", 8 * 4096))
+    assert seconds(4096, 64) == pytest.approx(_of_tables(calibration, "", 64 * 4096))
+
+
+def _of_tables(calibration, form: str, elements: int) -> float:
+    tables = [calibration.tables[f"{name}{form}.fp32"] for name in ("softmax", "softmax_backward")]
+    return sum(table.at(elements) - table.smallest for table in tables)
+
+
+def test_each_group_of_a_grouped_matmul_is_called(calibration):
+    """Of next to no arithmetic, eight groups take eight calls."""
+    kernels = CalibratedKernels(calibration)
+    tokens, weights = torch.zeros(8, 16), torch.zeros(8, 16, 16)
+    ends = torch.arange(1, 9, dtype=torch.int32)
+    seconds = kernels.seconds(aten._grouped_mm.default, (tokens, weights, ends), {}, torch.zeros(8, 16))
+    table = calibration.tables["matmul.nn.fp32"]
+    assert seconds == pytest.approx(8 * (table.smallest + max(0.0, table.at(1, 16, 16) - table.smallest)))
+
+
 def test_operators_take_longer_around_their_kernels_after_much_was_touched(calibration):
     forward = Table(((1.0, 2.0**26),), (1e-6, 5e-6))
     calibration = replace(calibration, per_operator={**calibration.per_operator, "forward": forward})

@@ -13,7 +13,7 @@ from typing import Any
 from trainfit.errors import DeviceError
 from trainfit.hardware.device import Kind
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)

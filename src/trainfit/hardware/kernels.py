@@ -16,6 +16,7 @@ from torch import Tensor
 ROW = 256
 VOCAB_ROW = 4096
 EXPERTS_ROW = 64  # scores of experts, of which a router takes a few
+NARROW_ROW = 8  # of so few elements a row takes as long as of 64: no whole vector fits
 _VALUE = 0.5
 
 Make = Callable[[int, torch.dtype, torch.device], tuple[Any, ...]]
@@ -106,6 +107,11 @@ KERNELS: Mapping[str, Kernel] = {
     "softmax": (operands("n"), lambda x: x.softmax(-1)),
     "safe_softmax": (operands("n"), lambda x: aten._safe_softmax(x, -1)),
     "softmax_backward": (operands("nn"), lambda x, y: aten._softmax_backward_data(x, y, -1, x.dtype)),
+    "softmax_narrow": (operands("n", NARROW_ROW), lambda x: x.softmax(-1)),
+    "softmax_backward_narrow": (
+        operands("nn", NARROW_ROW),
+        lambda x, y: aten._softmax_backward_data(x, y, -1, x.dtype),
+    ),
     "log_softmax": (operands("n", VOCAB_ROW), lambda x: x.log_softmax(-1)),
     "log_softmax_backward": (
         operands("nn", VOCAB_ROW),

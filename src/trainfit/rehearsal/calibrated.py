@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from trainfit.hardware.calibration import Calibration, Table
+from trainfit.hardware.kernels import NARROW_ROW
 from trainfit.hardware.microbenchmarks import ATTENTION_HEADS
 from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.rehearsal.flops import ATTENTION, GROUPED_MM, is_causal
 from trainfit.rehearsal.traffic import base_name, inner_loops, tensors_of, traffic_bytes
 
 _ROWS_AT = 2**18  # elements in rows of 16
+_NARROW = 32  # elements; a softmax over fewer takes as long as over NARROW_ROW
 
 # Kernels by operator, where the largest operand's elements are their size.
 _BY_LARGEST: Mapping[str, str] = {
@@ -35,9 +37,7 @@ _BY_LARGEST: Mapping[str, str] = {
     "uniform_": "random",
     "normal_": "random",
     "native_dropout": "random",
-    "_softmax": "softmax",
     "_safe_softmax": "safe_softmax",
-    "_softmax_backward_data": "softmax_backward",
     "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax_backward",
     "nll_loss_backward": "nll_loss_backward",
@@ -49,6 +49,7 @@ _BY_LARGEST: Mapping[str, str] = {
     "_foreach_norm": "foreach_norm",
     "_foreach_mul_": "foreach_scale",
 }
+_SOFTMAX: Mapping[str, str] = {"_softmax": "softmax", "_softmax_backward_data": "softmax_backward"}
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "max", "min", "var", "linalg_vector_norm", "norm", "any", "all"})
 _COPIES = frozenset({"clone", "copy_", "_to_copy", "cat", "stack", "contiguous", "repeat", "constant_pad_nd"})
@@ -131,7 +132,7 @@ class CalibratedKernels:
         return self.calibration.tables[f"{name}.fp32"], dtype.itemsize / 4
 
     def _grouped(self, first: Tensor, second: Tensor, output: Tensor) -> float:
-        """A matmul for each group, all of the same size."""
+        """A matmul for each group, all of the same size, and a call of it for each."""
         layout = _layout(first, second)
         if first.dim() == 2 and second.dim() == 3:  # (tokens, in) x (groups, in, out)
             groups = second.shape[0]
@@ -139,7 +140,8 @@ class CalibratedKernels:
         else:  # (in, tokens) x (tokens, out)
             groups = output.shape[0]
             m, n, k = float(first.shape[0]), second.shape[-1], first.shape[1] / groups
-        return float(groups * self._sized(layout, first.dtype, m, n, k))
+        call = self._table(f"matmul.{layout}", first.dtype)[0].smallest
+        return float(groups * (call + self._sized(layout, first.dtype, m, n, k)))
 
     def _attention(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         at, backward = ATTENTION[func]
@@ -192,6 +194,14 @@ class CalibratedKernels:
             return self._kernel(_BY_LARGEST[name], args[0][0].dtype, total) + each * len(args[0])
         largest = max(tensors, key=Tensor.numel)
         return self._kernel(_BY_LARGEST[name], largest.dtype, largest.numel())
+
+    def _softmax(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
+        """Of experts' scores, over a few elements, it takes as long by rows, not by elements."""
+        scores = args[0]
+        width = scores.shape[-1] if scores.dim() else 1
+        if width >= _NARROW:
+            return self._kernel(_SOFTMAX[name], scores.dtype, scores.numel())
+        return self._kernel(f"{_SOFTMAX[name]}_narrow", scores.dtype, NARROW_ROW * scores.numel() // max(1, width))
 
     def _gelu(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         words = name.replace("gelu", "gelu_tanh") if kwargs.get("approximate") == "tanh" else name
@@ -282,6 +292,7 @@ _Price = Callable[[CalibratedKernels, str, tuple[Any, ...], Mapping[str, Any], A
 _HANDLERS: tuple[tuple[Any, _Price], ...] = (
     (_BY_LARGEST, CalibratedKernels._by_largest),
     (("gelu", "gelu_backward"), CalibratedKernels._gelu),
+    (_SOFTMAX, CalibratedKernels._softmax),
     (_REDUCTIONS, CalibratedKernels._reduced),
     (_FILLS, CalibratedKernels._filled),
     (("nll_loss_forward",), CalibratedKernels._looked_up),
