@@ -28,7 +28,7 @@ import torch
 from tiny_models import TINY_CONFIGS
 from trainfit.hardware import accelerator, this_machine
 from trainfit.plan import Plan, Target, choose
-from trainfit.profile import GRAPH_TIERS, TIER_ACCURACY, TIERS
+from trainfit.profile import TIER_ACCURACY, TIERS
 from trainfit.rehearsal import rehearse
 from trainfit.step import Strategy, build_step
 from trainfit.step.strategy_text import describe_strategy
@@ -39,7 +39,7 @@ from trainfit.workload import MicroBatch, workload_from_config
 SEQUENCES, SEQ_LEN = 8, 128
 MAX_LEAD = 0.03
 # What equals plain training. Nothing is compiled here, and on a CPU nothing is elsewhere.
-EXACT_TIERS = [tier for tier in TIERS if tier not in {*GRAPH_TIERS, *OFFLOADED, *TIER_ACCURACY}]
+EXACT_TIERS = [tier for tier in TIERS if tier not in {*OFFLOADED, *TIER_ACCURACY}]
 ALL_RUN = 3  # rounds, after which those run on that are near
 STILL_IN = 1.15  # times the fastest; above what the least of so many rounds is off by
 WORKLOAD = workload_from_config(TINY_CONFIGS["llama"], seq_len=SEQ_LEN, name="tiny-llama")

@@ -24,8 +24,6 @@ Tier = Literal[
     "offload",
     "offload_pointwise",
     "offload_full",
-    "graph_70",
-    "graph_30",
     "chosen_1",
     "chosen_2",
     "chosen_3",
@@ -53,8 +51,8 @@ TIERS: tuple[Tier, ...] = tuple(tier for tier in ALL_TIERS if tier not in CHOSEN
 SEARCH_TIERS: tuple[Tier, ...] = ("keep", "discard", "pointwise", "attention", "full")
 # What tiers do to gradients; those that are not named keep every bit.
 TIER_ACCURACY: Mapping[Tier, Accuracy] = {"keep_bf16": "rounding", "keep_int8": "lossy", "keep_fp8": "lossy"}
-# Those of compiled blocks alone: of what the block's graph would save for backward, the share that it may save.
-GRAPH_TIERS: Mapping[Tier, float] = {"graph_70": 0.7, "graph_30": 0.3}
+# Those that a compiled block's graph itself cares for: its backward makes again what they do not keep.
+GRAPH_TIERS: tuple[Tier, ...] = ("pointwise", "attention")
 COMPILED_TIERS: tuple[Tier, ...] = ("keep", *GRAPH_TIERS, "full")  # those that a compiled block may have
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 OPTIMIZER_KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)

@@ -33,7 +33,6 @@ from trainfit.profile import (
     CHOSEN_TIERS,
     COMPILED_TIERS,
     FROZEN_STORAGES,
-    GRAPH_TIERS,
     OPTIMIZER_KINDS,
     PRECISIONS,
     STATE_STORAGES,
@@ -81,11 +80,10 @@ SETTINGS: dict[str, Sequence[Any]] = {
     "offload": (Offload("disk"),),
     "attention": ATTENTIONS,
 }
-EAGER_TIERS = tuple(tier for tier in ALL_TIERS if tier not in GRAPH_TIERS)
 # What a tier table can switch between.
 SWITCHED = tuple(
     tier
-    for tier in EAGER_TIERS
+    for tier in ALL_TIERS
     if tier not in (*TIER_ACCURACY, *CHOSEN_TIERS, "recompute_attention", "recompute_mlp") and "offload" not in tier
 )
 # Drawn in ways of their own.
@@ -163,7 +161,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def everything() -> set[str]:
-    found = {f"tier {tier}" for tier in EAGER_TIERS}
+    found = {f"tier {tier}" for tier in ALL_TIERS}
     found |= {f"{name} {value}" for name, values in SETTINGS.items() for value in values if name != "offload"}
     found |= {f"optimizer.{name} {value}" for name, values in OPTIMIZER.items() for value in values}
     return found | {"tier_table", "micro_batch_tokens"}
@@ -177,7 +175,7 @@ def usually_first(rng: random.Random, values: Sequence[Any]) -> Any:
     return values[0] if rng.random() < 0.5 else rng.choice(values)
 
 
-def tiers_of(rng: random.Random, num_blocks: int, tiers: Sequence[Tier] = EAGER_TIERS) -> tuple[Tier, ...]:
+def tiers_of(rng: random.Random, num_blocks: int, tiers: Sequence[Tier] = ALL_TIERS) -> tuple[Tier, ...]:
     """A kind for each block, or a long run of one where blocks are many."""
     kinds = rng.sample(tiers, min(num_blocks, 3))
     return (kinds[0], *[kinds[1]] * (num_blocks - 2), kinds[2])
@@ -202,7 +200,7 @@ def draw(rng: random.Random, num_blocks: int) -> Mix | None:
     seq_len = rng.choice((96, 128))
     settings = settings_of(rng)
     has_table = rng.random() < 0.15
-    settings["tiers"] = tiers = tiers_of(rng, num_blocks, SWITCHED if has_table else EAGER_TIERS)
+    settings["tiers"] = tiers = tiers_of(rng, num_blocks, SWITCHED if has_table else ALL_TIERS)
     if has_table:
         tokens = settings["micro_batch_size"] * seq_len
         rows = (TokenBucket(tokens // 2, tiers_of(rng, num_blocks, SWITCHED)), TokenBucket(tokens, tiers))

@@ -16,16 +16,14 @@ from plain import (
 
 from tiny_models import TINY_CONFIGS
 from trainfit.errors import RecipeError
-from trainfit.profile import GRAPH_TIERS, TIER_ACCURACY, TIERS
+from trainfit.profile import TIER_ACCURACY, TIERS
 
 DROPOUT = {
     **{family: {"attention_dropout": 0.1} for family in TINY_CONFIGS},
     "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
     "phi3": {"attention_dropout": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
 }
-EXACT = tuple(
-    tier for tier in TIERS if not (tier in TIER_ACCURACY or tier in GRAPH_TIERS or tier.startswith("offload"))
-)
+EXACT = tuple(tier for tier in TIERS if not (tier in TIER_ACCURACY or tier.startswith("offload")))
 ACTIVATIONS = (
     *EXACT,
     "every:2",

@@ -15,12 +15,12 @@ from torch import nn
 
 from trainfit.errors import RecipeError
 from trainfit.hardware import accelerator
-from trainfit.profile import GRAPH_TIERS, PRECISIONS, TIERS, Mesh, Pipeline, Zero
+from trainfit.profile import PRECISIONS, TIERS, Mesh, Pipeline, Zero
 from trainfit.step import Strategy, build_step, format_tiers, parse_tiers
 from trainfit.step.strategy_rules import settings_without_effect
 from trainfit.workload import workload_from_module
 
-tier_lists = st.lists(st.sampled_from([tier for tier in TIERS if tier not in GRAPH_TIERS]), max_size=40).map(tuple)
+tier_lists = st.lists(st.sampled_from(TIERS), max_size=40).map(tuple)
 strategies = st.builds(
     Strategy,
     micro_batch_size=st.integers(1, 10**6),

@@ -106,8 +106,7 @@ def test_bad_values_name_the_key_the_value_and_the_next_move(tmp_path, override,
     ("overrides", "words"),
     [
         (("compile=block", "activation='4*keep,2*pointwise'"), "tier 'pointwise' keeps what single operators make"),
-        (("compile=block", "activation=attention"), "use keep, graph_70, graph_30, full, or leave compile out"),
-        (("activation=graph_70",), "tier 'graph_70' is one of compiled blocks; set compile: block"),
+        (("compile=block", "activation=selective"), "use keep, pointwise, attention, full, or leave compile out"),
     ],
 )
 def test_tiers_that_compiled_blocks_lack_are_refused_before_anything_is_built(tmp_path, overrides, words):
@@ -116,8 +115,7 @@ def test_tiers_that_compiled_blocks_lack_are_refused_before_anything_is_built(tm
 
 def test_tiers_of_graphs_may_be_given_to_compiled_blocks(tmp_path):
     path = write(tmp_path)
-    assert load_recipe(path, ["compile=block", "activation='2*graph_30,2*full'"]).activation == "2*graph_30,2*full"
-    load_recipe(path, ["may_change=[compile]", "activation=graph_70"])  # which block it is for is the plan's
+    assert load_recipe(path, ["compile=block", "activation='2*attention,2*full'"]).activation == "2*attention,2*full"
 
 
 def test_several_errors_come_in_one_line_with_the_rest_counted(tmp_path):

@@ -5,9 +5,8 @@ Bytes of a block are a constant and a part that grows with the tokens, and so, b
 memory to bound by arithmetic, are its seconds. The shell's bytes grow with the tokens and with those of one chunk of
 the loss, its seconds with the tokens and with the number of chunks. Two traces draw the line of the blocks, three of
 the shell its plane. Of T tensor ranks each has a constant part of a block and 1 / T of the rest, and its collectives
-take as long as (T - 1) / T of what they carry, so one more trace, of the most ranks, gives any number of them. A tier
-that needs a graph of its own takes seconds to trace: so with one sequence only; of its bytes and seconds as much does
-not grow as of keep's. What is chosen is traced at its own size before it is solved.
+take as long as (T - 1) / T of what they carry, so one more trace, of the most ranks, gives any number of them. What is
+chosen is traced at its own size before it is solved.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from trainfit.hardware import Hardware
-from trainfit.profile import GRAPH_TIERS, BlockTrace, OptimizerVariant, Precision, ShellTrace, TensorParallel, Tier
+from trainfit.profile import BlockTrace, OptimizerVariant, Precision, ShellTrace, TensorParallel, Tier
 from trainfit.rehearsal.model_trace import ModelTrace
 from trainfit.rehearsal.trace import Tracer
 from trainfit.second_process import SecondProcess
@@ -75,10 +74,9 @@ class Sketch:
             assert two is not None
             tracer.learn(two, 2, precision, accumulates=True)
         else:
-            few = [tier for tier in tracer.tiers if tier not in GRAPH_TIERS]
             two = self._one
             if max_size > 1:
-                two = tracer.trace(2, precision, (1, *chunks[2:]), accumulates=True, tiers=few)
+                two = tracer.trace(2, precision, (1, *chunks[2:]), accumulates=True)
         self._two = two
 
     @cached_property
@@ -88,11 +86,7 @@ class Sketch:
     def blocks(self, size: int) -> _Blocks:
         if size not in self._lines:
             one, two = self._one.blocks, self._two.blocks
-            lines = {key: _line(one[key], two[key], size) for key in two}
-            for structure, tier in one.keys() - two.keys():
-                keep: tuple[int, Tier] = (structure, "keep")
-                lines[structure, tier] = _line_like(one[keep], two[keep], one[structure, tier], size)
-            self._lines[size] = lines
+            self._lines[size] = {key: _line(one[key], two[key], size) for key in one}
         return self._lines[size]
 
     def split_blocks(self, size: int, ranks: int, setting: TensorParallel, most_ranks: int) -> _Blocks | None:
@@ -180,12 +174,6 @@ def _constant_parts(whole: BlockTrace, split: BlockTrace, ranks: int) -> list[fl
 def _fields(trace: BlockTrace | ShellTrace) -> tuple[Any, ...]:
     """As dataclasses.astuple, which copies each number."""
     return tuple(getattr(trace, name) for name in trace.__dataclass_fields__)
-
-
-def _line_like(one: BlockTrace, two: BlockTrace, other: BlockTrace, size: int) -> BlockTrace:
-    """Another block of one sequence at another size: of it does not grow what of the first does not."""
-    fixed = [2 * a - b for a, b in zip(_fields(one), _fields(two))]
-    return BlockTrace(*(max(0, part + (value - part) * size) for part, value in zip(fixed, _fields(other))))
 
 
 def _line(one: T, two: T, size: int) -> T:

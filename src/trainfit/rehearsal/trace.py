@@ -355,15 +355,16 @@ class Tracer:
         before = vars(block).get("forward")
         accelerator = self._build.accelerator
         stash = new_stash(self._offload, accelerator) if tier in OFFLOADED else None
-        if tier != "keep":
+        in_graph = bool(self.compiled.blocks) and tier in GRAPH_TIERS
+        if tier != "keep" and not in_graph:
             recompute_block(block, tier, accelerator, stash=stash, chosen=chosen)
         if stash is not None:
             offload_block(block, tier, stash)
         if self.compiled.blocks:
-            budget = GRAPH_TIERS.get(tier, self.compiled.budget)
-            key = micro_batch_size, precision, budget
+            own: Tier = tier if in_graph else "keep"
+            key = micro_batch_size, precision, own
             if key not in self._graphs:
-                self._graphs[key] = Graphs(budget, Compiled(), is_fake=True)
+                self._graphs[key] = Graphs(own, self.compiled.budget, Compiled(), is_fake=True)
             compile_block(block, self._graphs[key])
         try:
             args, kwargs = leaves_of(inputs, carries=self._carries)

@@ -22,8 +22,6 @@ TIER_WORDS: Mapping[str, tuple[str, str]] = {
     "keep_int8": ("what autograd saves, in int8", "nothing"),
     "keep_fp8": ("what autograd saves, in fp8", "nothing"),
     "discard": ("all but outputs of norms and activations", "these"),
-    "graph_70": ("at most 70 % of what its graph would save", "the rest, as the compiler finds best"),
-    "graph_30": ("at most 30 % of what its graph would save", "the rest, as the compiler finds best"),
     "pointwise": ("input, outputs of matmuls and attention", "norms, rotations, activation functions, sums"),
     "attention": ("input, output of attention", "all but attention"),
     "full": ("input", "everything"),
@@ -39,4 +37,5 @@ TIER_WORDS: Mapping[str, tuple[str, str]] = {
 # Of those that mean something else in a compiled block.
 COMPILED_TIER_WORDS: Mapping[str, tuple[str, str]] = {
     "keep": ("what its graph saves", "what a kernel makes again from that"),
+    "pointwise": ("input, what its matmuls and attention need", "norms, rotations, activation functions, sums, casts"),
 }

@@ -51,7 +51,7 @@ def build_step(
     on_host = model is None and apart and accelerator.is_beside_host
     build = prepare(workload, accelerator, model, on_host=on_host)
     build.precision, build.cast = strategy.precision, strategy.cast
-    build.kept_operators = strategy.kept_operators
+    build.kept_operators, build.compiles = strategy.kept_operators, bool(strategy.compile.blocks)
     build.ranks = ranks or ranks_of(strategy.mesh, accelerator)
     build.notes += [*allocator_notes, *settings_without_effect(strategy)]
     for stage in Stage:

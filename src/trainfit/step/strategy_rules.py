@@ -12,7 +12,6 @@ from trainfit.profile import (
     CHOSEN_TIERS,
     COMPILED_TIERS,
     FROZEN_STORAGES,
-    GRAPH_TIERS,
     MESH_DIMS,
     OPTIMIZER_KINDS,
     PIPELINE_SCHEDULES,
@@ -299,16 +298,12 @@ def check_table(strategy: Strategy) -> None:
         )
 
 
-def check_tiers_of_graphs(tiers: Iterable[Tier], *, compiles: bool) -> None:
-    """Compiled blocks have tiers of their own."""
-    if not compiles and (graphs := sorted(set(tiers) & set(GRAPH_TIERS))):
+def check_compiled_tiers(tiers: Iterable[Tier]) -> None:
+    """Those that compiled blocks may have."""
+    if unseen := sorted(set(tiers) - set(COMPILED_TIERS)):
         raise RecipeError(
-            f"activation tier {graphs[0]!r} is one of compiled blocks; set compile: block (--compile block)"
-        )
-    if compiles and (unseen := sorted(set(tiers) - set(COMPILED_TIERS))):
-        raise RecipeError(
-            f"activation tier {unseen[0]!r} keeps what single operators make, and a compiled block has none that can "
-            f"be seen; use {', '.join(COMPILED_TIERS)}, or leave compile out"
+            f"activation tier {unseen[0]!r} looks at operators as they run, and a compiled block has none that can be "
+            f"seen; use {', '.join(COMPILED_TIERS)}, or leave compile out"
         )
 
 
@@ -319,9 +314,9 @@ def check_compile(strategy: Strategy) -> None:
         raise RecipeError(f"compile.blocks is {blocks!r}; it is 0 for none, or 1 for a graph of each block")
     if not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise RecipeError(f"compile.budget is {budget!r}; give a share between 0 and 1, such as 0.5")
-    check_tiers_of_graphs(strategy.tiers, compiles=bool(blocks))
     if not blocks:
         return
+    check_compiled_tiers(strategy.tiers)
     if dims := [dim for dim, size in zip(MESH_DIMS, strategy.mesh.shape) if size > 1]:
         raise RecipeError(
             f"compile runs on one device, mesh.{dims[0]} is {getattr(strategy.mesh, dims[0])}; leave one of them out"

@@ -15,8 +15,6 @@ recompute_attention  all but what the block's attention module saves inside; its
 recompute_core       all but what F.scaled_dot_product_attention saves; queries, keys and values. Megatron's core_attn
 recompute_mlp        all but what the block's mlp module saves inside; its input. Megatron's mlp
 
-graph_70, graph_30
-           of compiled blocks alone: at most 70 or 30 % of what the block's graph would save; see compiled.py
 chosen_1, chosen_2, ...  outputs of single operators, which a plan chose by their costs (Strategy.kept_operators)
 
 These keep what plain autograd saves in fewer bytes, so gradients differ a little; see compression.py:
@@ -225,9 +223,9 @@ class ActivationTiers:
         for block in build.blocks:
             forget_recompute(block)
         own = [tiers.get(name, "keep") for name in build.anatomy.blocks]
-        build.graph_budgets = {
-            name: GRAPH_TIERS[tier] for name, tier in zip(build.anatomy.blocks, own) if tier in GRAPH_TIERS
-        }
+        if build.compiles:
+            build.graph_tiers = {name: tier for name, tier in zip(build.anatomy.blocks, own) if tier in GRAPH_TIERS}
+            own = ["keep" if tier in GRAPH_TIERS else tier for tier in own]
         stash = None
         if any(tier in OFFLOADED for tier in own):
             stash = new_stash(build.offload, build.accelerator)
@@ -259,8 +257,8 @@ def recompute_block(
     chosen: what a chosen tier keeps. stash: where a tier that offloads sends what it keeps; offload_block() has to
     follow. Raises RecipeError for a tier that names a part which the block does not have.
     """
-    if tier == "offload" or tier in GRAPH_TIERS:
-        return  # nothing is recomputed, or what the graph's compiler picks
+    if tier == "offload":
+        return  # nothing is recomputed
     if tier in OFFLOADED:
         block.forward = replace(_plan_for(block, OFFLOADED[tier], accelerator, name), stash=stash)
         return

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from trainfit.hardware import Accelerator, Hardware, Ranks
 from trainfit.operators import KeptOperators
-from trainfit.profile import Cast, LossScale, Offload, Phase, Precision
+from trainfit.profile import Cast, LossScale, Offload, Phase, Precision, Tier
 from trainfit.techniques.inductor import Compiled
 from trainfit.techniques.switched import TierSwitch
 from trainfit.workload import Anatomy, HeadSplit, Workload
@@ -100,8 +100,8 @@ class Build:
     ranks: the processes that run this step together; one, unless the strategy has a mesh.
     whole: the whole model's anatomy, where model and anatomy are this rank's part of a pipeline.
     precision, cast: the strategy's, for techniques that cast. offload: for tiers that offload.
-    kept_operators: the strategy's, for its chosen tiers. graph_budgets: of the blocks whose tier is a
-        share of their graph, by name.
+    kept_operators: the strategy's, for its chosen tiers. compiles: whether it compiles blocks. graph_tiers: of those
+        whose tier is the graph's own affair, by name.
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
     run_stage: replaces compute_loss in a forward that may end before the loss, with hidden states for the next stage.
     root: the module whose call computes the same loss with what the model's ranks need around it; None where forward()
@@ -129,7 +129,8 @@ class Build:
     cast: Cast = "operator"
     offload: Offload = Offload()
     kept_operators: tuple[KeptOperators, ...] = ()
-    graph_budgets: Mapping[str, float] = field(default_factory=dict)
+    compiles: bool = False
+    graph_tiers: Mapping[str, Tier] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)
     whole: Anatomy | None = None
     run_stage: LossFunction | None = None

@@ -9,11 +9,9 @@ block must become one graph; one that cannot, or that is called in too many ways
 was.
 
 NOTE [ Recompute around a graph ]
-A compiled block's operators run inside of its kernels, where no dispatch mode sees them: tiers that keep the outputs of
-single operators have nothing to keep. `full` works: its region runs the compiled forward again. What lies between the
-two is the graph's own budget: the share of what it would save that it may save, for which PyTorch's partitioner picks
-what backward computes again. Compile.budget is that of all blocks, graph_70 and graph_30 are tiers of single ones.
-Source: torch/_functorch/partitioners.py, choose_saved_values_set.
+A compiled block's operators run inside of its kernels, where no dispatch mode sees them. So what lies between `keep`
+and `full`, whose region runs the compiled forward again, is told to the partitioner that cuts the graph into forward
+and backward; see graph_partition.py.
 """
 
 from __future__ import annotations
@@ -35,9 +33,10 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from trainfit.errors import DeviceError, ModelError, TrainfitError
-from trainfit.profile import Compile
+from trainfit.profile import Compile, Tier
 from trainfit.techniques.activation import Patched, unbound_forward
 from trainfit.techniques.base import Asked, Build, Draft, Stage
+from trainfit.techniques.graph_partition import partition_for
 from trainfit.techniques.inductor import Compiled, SavedBytes, eager_bytes, lower, lower_without_kernels
 from trainfit.techniques.recompute import RecomputePlan
 from trainfit.units import format_bytes
@@ -64,12 +63,12 @@ class CompiledBlocks:
         if not is_fake:
             check_compiler(build.accelerator.device.type)
         build.compiled = Compiled()
-        graphs: dict[float, Graphs] = {}
+        graphs: dict[Tier, Graphs] = {}
         for name, block in zip(build.anatomy.blocks, build.blocks):
-            budget = build.graph_budgets.get(name, setting.budget)
-            if budget not in graphs:
-                graphs[budget] = Graphs(budget, build.compiled, is_fake=is_fake)
-            compile_block(block, graphs[budget], name)
+            tier = build.graph_tiers.get(name, "keep")
+            if tier not in graphs:
+                graphs[tier] = Graphs(tier, setting.budget, build.compiled, is_fake=is_fake)
+            compile_block(block, graphs[tier], name)
 
 
 def compile_block(block: nn.Module, graphs: Graphs, name: str = "block") -> None:
@@ -123,8 +122,8 @@ class CompiledForward:
         if saved.num_bytes > graphs.done.eager_bytes:
             warnings.warn(
                 f"{self.name} compiled saves {format_bytes(saved.num_bytes)} for backward, as it is written "
-                f"{format_bytes(graphs.done.eager_bytes)}; compile with a budget (--compile block:0.5), or leave "
-                "compile out",
+                f"{format_bytes(graphs.done.eager_bytes)}; use activation pointwise (--activation pointwise), or "
+                "leave compile out",
                 stacklevel=2,
             )
         return output
@@ -149,14 +148,15 @@ class CompiledBlock:
 
 
 class Graphs:
-    """All that one build compiles with one budget. See NOTE [ One compilation ].
+    """All that one build compiles for blocks of one tier, or of those that its graph does not care for ("keep").
 
-    done: what was compiled so far. is_looked_at: whether what a graph saves was compared with what eager code does.
+    See NOTE [ One compilation ]. budget: the share of what keep's graph would save that it may save. done: what was
+    compiled so far. is_looked_at: whether what a graph saves was compared with what eager code does.
     """
 
-    def __init__(self, budget: float, done: Compiled, *, is_fake: bool) -> None:
-        self.budget, self.done, self.is_fake = budget, done, is_fake
-        self.is_looked_at = budget < 1  # which is the advice that a warning would give
+    def __init__(self, tier: Tier, budget: float, done: Compiled, *, is_fake: bool) -> None:
+        self.partition, self.done, self.is_fake = partition_for(tier, budget), done, is_fake
+        self.is_looked_at = tier != "keep" or budget < 1  # which is the advice that a warning would give
         copy = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
         self._function = torch.compile(copy, backend=self._compile, fullgraph=True, dynamic=False)
 
@@ -174,8 +174,8 @@ class Graphs:
         try:
             self.done.eager_bytes = max(self.done.eager_bytes, eager_bytes(graph))
             if self.is_fake:
-                return lower_without_kernels(graph, inputs, self.budget, self.done)
-            return lower(graph, inputs, self.budget)
+                return lower_without_kernels(graph, inputs, self.partition, self.done)
+            return lower(graph, inputs, self.partition)
         finally:
             self.done.graphs += 1
             self.done.seconds += time.perf_counter() - begin

@@ -14,7 +14,7 @@ Source: torch/_inductor/codegen/wrapper.py (write_header), torch/_inductor/codec
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,21 +93,23 @@ def eager_bytes(graph: Any) -> int:
     return int(saved.num_bytes)
 
 
-def lower(graph: Any, inputs: Sequence[Any], budget: float) -> Callable[..., Any]:
-    """Forward and backward of a graph, compiled. budget: the share of what forward would save that it may save."""
+def lower(graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any]) -> Callable[..., Any]:
+    """Forward and backward of a graph, compiled. partition: settings that decide what forward saves."""
     from torch._functorch import config as functorch
     from torch._inductor.compile_fx import compile_fx
 
     # Backward at once too, instead of when it is first run: errors come from one place, and seconds are all counted.
-    settings = {"activation_memory_budget": budget, "force_non_lazy_backward_lowering": True}
+    # PyTorch's cache of partitions does not know of a pass that marks nodes; its cache of kernels is enough.
+    settings = {**partition, "force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
     with functorch.patch(settings):
         lowered: Any = compile_fx(graph, inputs)
     return cast(Callable[..., Any], lowered)
 
 
-def lower_without_kernels(graph: Any, inputs: Sequence[Any], budget: float, done: Compiled) -> Callable[..., Any]:
+def lower_without_kernels(
+    graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any], done: Compiled
+) -> Callable[..., Any]:
     """The same for fake tensors. See NOTE [ Compiled without kernels ]."""
-    from torch._functorch import config as functorch
     from torch._inductor import config as inductor
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
@@ -124,11 +126,10 @@ def lower_without_kernels(graph: Any, inputs: Sequence[Any], budget: float, done
         return module
 
     with ExitStack() as stack:
-        stack.enter_context(functorch.patch(enable_autograd_cache=False))
         stack.enter_context(inductor.patch(fx_graph_cache=False, compile_threads=1))
         stack.enter_context(_replaced(AsyncCompile, "cpp_pybinding", kernel))
         stack.enter_context(_replaced(PyCodeCache, "load_by_key_path", load))
-        return lower(graph, inputs, budget)
+        return lower(graph, inputs, partition)
 
 
 def _named_kernel(source: str) -> Callable[..., None]:

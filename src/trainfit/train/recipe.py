@@ -34,7 +34,7 @@ from trainfit.profile import (
     WeightStorage,
     Zero,
 )
-from trainfit.step.strategy_rules import check_tiers_of_graphs
+from trainfit.step.strategy_rules import check_compiled_tiers
 from trainfit.step.strategy_text import parse_compile
 from trainfit.units import parse_bytes, parse_count
 from trainfit.workload import LoRASettings
@@ -352,9 +352,8 @@ class Recipe(_Section):
 
     def _check_compiled(self) -> None:
         """What a strategy would refuse too, but only once it is planned."""
-        compiles = self.compile != "none"
-        if self.activation is not None and (compiles or "compile" not in self.may_change):
-            check_tiers_of_graphs(parse_policy(self.activation).named, compiles=compiles)
+        if self.activation is not None and self.compile != "none":
+            check_compiled_tiers(parse_policy(self.activation).named)
 
     def _check_lengths(self) -> None:
         if self.per_batch is not None and self.data.lengths != "documents":

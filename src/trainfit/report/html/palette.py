@@ -26,8 +26,6 @@ _TIERS: Mapping[str, str] = {
     "keep_int8": "#b5d6ab",
     "keep_fp8": "#98c58b",
     "discard": "#c0d9ec",
-    "graph_70": "#a6cbe4",
-    "graph_30": "#5a98c5",
     "pointwise": "#8fbddc",
     "selective": "#7aaed3",
     "recompute_core": "#b3d2e8",

@@ -1,0 +1,62 @@
+"""What a compiled block saves: settings of PyTorch's partitioner, which cuts a graph into forward and backward.
+
+NOTE [ Tiers of a graph ]
+The partitioner finds the smallest cut between what forward makes and what backward needs, among what it may compute
+again. By itself it is shy: it saves what would be made again far from where it was made, at the end of long chains, or
+where backward writes it to memory anyway. In bf16 these are the weights' copies and half of the activations.
+    keep       as it is, or with the budget of Compile
+    pointwise  without that shyness: what matmuls, attention and reductions make is saved, the rest is made again
+    attention  of that, only what the eager tier of this name keeps, which is marked; and what random operators made
+The last asks for a budget of next to nothing: of none the partitioner would save inputs alone. Marks are needed for
+attention since, of the kernels that compute it, the partitioner knows CUDA's only, and takes others for free.
+Source: torch/_functorch/partitioners.py, choose_saved_values_set and should_ban_recomputation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from trainfit.profile import Tier
+from trainfit.techniques.activation import keep_rules
+
+_NEXT_TO_NOTHING = 1e-6  # a share of what pointwise saves
+_WITHOUT_SHYNESS = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+}
+
+
+def partition_for(tier: Tier, budget: float) -> Mapping[str, Any]:
+    """Settings of torch._functorch.config for a tier of a graph. budget: of keep."""
+    if tier == "pointwise":
+        return _WITHOUT_SHYNESS
+    if tier == "attention":
+        return {**_WITHOUT_SHYNESS, "activation_memory_budget": _NEXT_TO_NOTHING, "joint_custom_pass": mark_saved}
+    return {"activation_memory_budget": budget}
+
+
+def mark_saved(joint: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """Mark what a graph of forward and backward has to save whatever the budget."""
+    rules = keep_rules("attention")
+    backward: set[Node] = set()
+    runs: Counter[Any] = Counter()
+    for node in joint.graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or any(each in backward for each in node.all_input_nodes):
+            backward.add(node)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            runs[node.target] += 1
+            args = map_arg(node.args, lambda each: each.meta["val"])
+            rule = rules.get(node.target)
+            kept = rule is not None and rule(args, node.meta["val"], runs[node.target]) is True
+            if kept or torch.Tag.nondeterministic_seeded in node.target.tags:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return joint
