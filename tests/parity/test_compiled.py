@@ -119,16 +119,16 @@ def test_what_a_graph_draws_is_not_drawn_again():
     made = workload(dropout=0.5)
     batch = random_batch(made)
 
-    def gradients(tier: Tier) -> dict[str, Tensor]:
-        step = build_step(
-            made, replace(strategy(*[tier] * 3), loss_chunks=1), CPU, max_grad_norm=None, model=make_model(made)
-        )
+    def gradients(tier: Tier, budget: float = 1.0) -> dict[str, Tensor]:
+        planned = replace(strategy(*[tier] * 3, budget=budget), loss_chunks=1)
+        step = build_step(made, planned, CPU, max_grad_norm=None, model=make_model(made))
         torch.manual_seed(3)
         return planned_gradients(step, [batch])
 
     expected = gradients("keep")
     assert largest_difference(gradients("pointwise"), expected) < 1e-5
     assert largest_difference(gradients("attention"), expected) < 1e-5
+    assert largest_difference(gradients("keep", budget=0.3), expected) < 1e-5
 
 
 def test_a_graph_that_saves_more_than_eager_is_warned_of(monkeypatch: pytest.MonkeyPatch):

@@ -6,9 +6,10 @@ again. By itself it is shy: it saves what would be made again far from where it 
 where backward writes it to memory anyway. In bf16 these are the weights' copies and half of the activations.
     keep       as it is, or with the budget of Compile
     pointwise  without that shyness: what matmuls, attention and reductions make is saved, the rest is made again
-    attention  of that, only what the eager tier of this name keeps, which is marked; and what random operators made
-The last asks for a budget of next to nothing: of none the partitioner would save inputs alone. Marks are needed for
-attention since, of the kernels that compute it, the partitioner knows CUDA's only, and takes others for free.
+    attention  of that, only what the eager tier of this name keeps, and what random operators drew; both are marked
+The last asks for a budget of next to nothing: of none the partitioner would save inputs alone. Attention has to be
+marked since, of the kernels that compute it, the partitioner knows CUDA's only, and takes others for free; and so has
+whatever is drawn, since within a budget it would be drawn again, and backward see another dropout than forward.
 Source: torch/_functorch/partitioners.py, choose_saved_values_set and should_ban_recomputation.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from trainfit.profile import Tier
 from trainfit.techniques.activation import keep_rules
+from trainfit.techniques.kept_outputs import KeepRules
 
 _NEXT_TO_NOTHING = 1e-6  # a share of what pointwise saves
 _WITHOUT_SHYNESS = {
@@ -36,16 +39,17 @@ _WITHOUT_SHYNESS = {
 
 def partition_for(tier: Tier, budget: float) -> Mapping[str, Any]:
     """Settings of torch._functorch.config for a tier of a graph. budget: of keep."""
-    if tier == "pointwise":
-        return _WITHOUT_SHYNESS
+    marked: KeepRules = keep_rules("attention") if tier == "attention" else {}
+    settings: dict[str, Any] = {"joint_custom_pass": partial(_mark_saved, rules=marked)}
+    if tier == "keep":
+        return {**settings, "activation_memory_budget": budget}
     if tier == "attention":
-        return {**_WITHOUT_SHYNESS, "activation_memory_budget": _NEXT_TO_NOTHING, "joint_custom_pass": mark_saved}
-    return {"activation_memory_budget": budget}
+        settings["activation_memory_budget"] = _NEXT_TO_NOTHING
+    return {**settings, **_WITHOUT_SHYNESS}
 
 
-def mark_saved(joint: GraphModule, inputs: Sequence[Any]) -> GraphModule:
-    """Mark what a graph of forward and backward has to save whatever the budget."""
-    rules = keep_rules("attention")
+def _mark_saved(joint: GraphModule, inputs: Sequence[Any], *, rules: KeepRules) -> GraphModule:
+    """Mark what a graph of forward and backward has to save whatever the budget: what rules keep, and what is drawn."""
     backward: set[Node] = set()
     runs: Counter[Any] = Counter()
     for node in joint.graph.nodes:
@@ -56,7 +60,7 @@ def mark_saved(joint: GraphModule, inputs: Sequence[Any]) -> GraphModule:
             runs[node.target] += 1
             args = map_arg(node.args, lambda each: each.meta["val"])
             rule = rules.get(node.target)
-            kept = rule is not None and rule(args, node.meta["val"], runs[node.target]) is True
-            if kept or torch.Tag.nondeterministic_seeded in node.target.tags:
+            is_kept = rule is not None and rule(args, node.meta["val"], runs[node.target]) is True
+            if is_kept or torch.Tag.nondeterministic_seeded in node.target.tags:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return joint
