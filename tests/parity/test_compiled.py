@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from trainfit.profile import COMPILED_TIERS, Compile, Mesh, Profile, Tier, Zero
 from trainfit.rehearsal import measure, rehearse, verify
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step import Strategy, TrainStep, build_step
-from trainfit.techniques import compiled
+from trainfit.techniques import compiled, inductor
 from trainfit.workload import Workload, workload_from_module
 from trainfit.workload.probe import run_fake
 
@@ -169,6 +170,26 @@ def test_no_graph_leaves_sizes_open_when_another_model_was_compiled_before(monke
     for rows in (1, 2, 3):
         rehearsed(replace(strategy("full"), micro_batch_size=rows))
     assert sizes == [[], [], []]
+
+
+def test_a_graph_is_compiled_once_for_all_rehearsals_of_a_process(monkeypatch: pytest.MonkeyPatch):
+    """With the same bytes and seconds as the first time, and again where what it depends on is another."""
+    monkeypatch.setattr(inductor, "_KNOWN", OrderedDict())
+    calls: list[int] = []
+    whole = inductor._lower_without_kernels
+    monkeypatch.setattr(inductor, "_lower_without_kernels", lambda *given: calls.append(1) or whole(*given))
+    planned = strategy("keep", "attention", "full")
+    first = rehearsed(planned)
+    assert len(calls) == 2
+    again = rehearsed(planned)
+    assert len(calls) == 2
+    assert again.phases == first.phases
+    assert again.compile_seconds >= 0.9 * first.compile_seconds  # tracing is measured anew
+    for other in (replace(planned, micro_batch_size=1, accumulation_steps=4), replace(planned, precision="bf16")):
+        rehearsed(other)
+    assert len(calls) == 6
+    rehearsed(replace(planned, compile=Compile(1, 0.5)))
+    assert len(calls) == 7  # attention has no budget
 
 
 def test_a_search_mixes_tiers_of_graphs():

@@ -9,12 +9,20 @@ dispatcher make fake ones. So each buffer is born and dies where a real run's do
 The compiled Python of a real run and of a rehearsal must not be mixed up: neither PyTorch's caches nor its table of
 modules see a rehearsal's.
 Source: torch/_inductor/codegen/wrapper.py (write_header), torch/_inductor/codecache.py (PyCodeCache).
+
+NOTE [ Compiled once in a process ]
+What is compiled for fake tensors knows nothing of a model: parameters are inputs of the graph. So a search compiles a
+block of one size once, whatever it is traced, rehearsed and asked for later, also for another plan. Two graphs are the
+same where their code is, what their inputs look like and share, and what of the compiler's surroundings is in neither:
+the partition, autocast and grad mode. Graphs with tensors of their own are not kept.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +66,19 @@ class Compiled:
     def seconds_with_kernels(self) -> float:
         """What a real run should take where a rehearsal took so long, which left the kernels out."""
         return self.seconds + self.kernels * KERNEL_SECONDS
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A graph that was compiled without kernels, how many it would have, and what that took."""
+
+    function: Callable[..., Any]
+    kernels: int
+    seconds: float
+
+
+_MOST_KNOWN = 128
+_KNOWN: OrderedDict[Hashable, _Lowered] = OrderedDict()
 
 
 class SavedBytes(saved_tensors_hooks):
@@ -109,7 +130,45 @@ def lower(graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any]) -> Ca
 def lower_without_kernels(
     graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any], done: Compiled
 ) -> Callable[..., Any]:
-    """The same for fake tensors. See NOTE [ Compiled without kernels ]."""
+    """The same for fake tensors. See NOTE [ Compiled without kernels ] and NOTE [ Compiled once in a process ]."""
+    key = _key_of(graph, inputs, partition)
+    if key is not None and (known := _KNOWN.get(key)) is not None:
+        _KNOWN.move_to_end(key)
+        done.kernels += known.kernels
+        done.seconds += known.seconds
+        return known.function
+    begin, kernels = time.perf_counter(), done.kernels
+    function = _lower_without_kernels(graph, inputs, partition, done)
+    if key is not None:
+        _KNOWN[key] = _Lowered(function, done.kernels - kernels, time.perf_counter() - begin)
+        if len(_KNOWN) > _MOST_KNOWN:
+            _KNOWN.popitem(last=False)
+    return function
+
+
+def _key_of(graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any]) -> Hashable:
+    """What two graphs have in common that are compiled to the same; None for one that has tensors of its own."""
+    if any(node.op == "get_attr" for node in graph.graph.nodes):
+        return None
+    storages: dict[int, int] = {}
+    described: list[Hashable] = []
+    for each in inputs:
+        if not isinstance(each, Tensor):
+            described.append(each)
+            continue
+        number = storages.setdefault(storage_of(each), len(storages))
+        looks = tuple(each.shape), each.stride(), each.storage_offset(), each.dtype, each.device, each.requires_grad
+        described.append((*looks, isinstance(each, torch.nn.Parameter), number))
+    kinds = sorted({each.device.type for each in inputs if isinstance(each, Tensor)})
+    casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    surroundings = casts, torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    settings = tuple(sorted((name, repr(value)) for name, value in partition.items()))
+    return graph.code, tuple(described), surroundings, settings
+
+
+def _lower_without_kernels(
+    graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any], done: Compiled
+) -> Callable[..., Any]:
     from torch._inductor import config as inductor
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
