@@ -105,7 +105,7 @@ def test_bad_values_name_the_key_the_value_and_the_next_move(tmp_path, override,
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("compile=block", "activation='4*keep,2*pointwise'"), "tier 'pointwise' keeps what single operators make"),
+        (("compile=block", "activation='4*keep,2*discard'"), "tier 'discard' looks at operators as they run"),
         (("compile=block", "activation=selective"), "use keep, pointwise, attention, full, or leave compile out"),
     ],
 )
