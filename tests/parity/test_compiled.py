@@ -31,13 +31,15 @@ DIM, VOCAB_SIZE, SEQ_LEN = 64, 100, 64
 class Gated(nn.Module):
     def __init__(self, breaks: bool, dropout: float) -> None:
         super().__init__()
-        self.norm, self.mix = nn.RMSNorm(DIM), nn.Linear(DIM, 4 * DIM)
+        self.norm, self.heads, self.mix = nn.RMSNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, 4 * DIM)
         self.out, self.dropout = nn.Linear(2 * DIM, DIM), nn.Dropout(dropout)
         self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.norm(x).unflatten(-1, (2, -1)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        query, key, value = self.heads(self.norm(x)).unflatten(-1, (3, 2, -1)).unbind(2)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
+        )
         value, gate = self.mix(mixed.transpose(1, 2).flatten(2)).chunk(2, -1)
         if self.breaks:
             torch._dynamo.graph_break()

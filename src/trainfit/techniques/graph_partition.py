@@ -7,9 +7,10 @@ where backward writes it to memory anyway. In bf16 these are the weights' copies
     keep       as it is, or with the budget of Compile
     pointwise  without that shyness: what matmuls, attention and reductions make is saved, the rest is made again
     attention  of that, only what the eager tier of this name keeps, and what random operators drew; both are marked
-The last asks for a budget of next to nothing: of none the partitioner would save inputs alone. Attention has to be
-marked since, of the kernels that compute it, the partitioner knows CUDA's only, and takes others for free; and so has
-whatever is drawn, since within a budget it would be drawn again, and backward see another dropout than forward.
+The last asks for a budget of next to nothing: of none the partitioner would save inputs alone. Attention is marked
+since, of the kernels that compute it, the partitioner knows CUDA's only: it holds others to be free, and with a budget
+of 0.7 makes them again in bf16. What is drawn is marked since within a budget it would be drawn once more, and backward
+see another dropout than forward.
 Source: torch/_functorch/partitioners.py, choose_saved_values_set and should_ban_recomputation.
 """
 
