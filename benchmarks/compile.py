@@ -43,6 +43,8 @@ CASES: tuple[tuple[int, int, str, Compile], ...] = (
     (4, 8, "keep", Compile(1)),
     (2, 4, "keep", Compile(1)),
     (4, 8, "keep", Compile(1, 0.5)),
+    (4, 8, "pointwise", Compile(1)),
+    (4, 8, "attention", Compile(1)),
     (4, 8, "full", Compile(1)),
 )
 

@@ -38,7 +38,7 @@ from trainfit.workload import MicroBatch, workload_from_config
 
 SEQUENCES, SEQ_LEN = 8, 128
 MAX_LEAD = 0.03
-# What equals plain training. Nothing is compiled here, and on a CPU nothing is elsewhere.
+# What equals plain training. On a CPU nothing is elsewhere.
 EXACT_TIERS = [tier for tier in TIERS if tier not in {*OFFLOADED, *TIER_ACCURACY}]
 ALL_RUN = 3  # rounds, after which those run on that are near
 STILL_IN = 1.15  # times the fastest; above what the least of so many rounds is off by

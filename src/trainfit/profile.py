@@ -197,8 +197,8 @@ class Compile:
     """Which blocks torch.compile makes graphs of, and what these may save.
 
     blocks: in one graph: 0 compiles nothing, 1 makes a graph of each block.
-    budget: the most that a graph saves for backward, as a share of what it would save of itself; the partitioner picks
-        what backward computes again.
+    budget: the most that the graph of blocks with keep or full saves for backward, as a share of what it would save of
+        itself; the partitioner picks what backward computes again.
     """
 
     blocks: int = 0

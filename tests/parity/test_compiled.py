@@ -17,7 +17,7 @@ from trainfit.hardware import this_machine
 from trainfit.plan import Target
 from trainfit.plan.search import Search
 from trainfit.plan.variants import Tracers
-from trainfit.profile import COMPILED_TIERS, Compile, Mesh, Profile, Tier, Zero
+from trainfit.profile import COMPILED_TIERS, GRAPH_TIERS, Compile, Mesh, Profile, Tier, Zero
 from trainfit.rehearsal import measure, rehearse, verify
 from trainfit.rehearsal.trace import Tracer
 from trainfit.step import Strategy, TrainStep, build_step
@@ -131,7 +131,8 @@ def test_what_a_graph_draws_is_not_drawn_again():
     expected = gradients("keep")
     assert largest_difference(gradients("pointwise"), expected) < 1e-5
     assert largest_difference(gradients("attention"), expected) < 1e-5
-    assert largest_difference(gradients("keep", budget=0.3), expected) < 1e-5
+    for budget in (0.3, 0.0):
+        assert largest_difference(gradients("keep", budget), expected) < 1e-5
 
 
 def test_a_graph_that_saves_more_than_eager_is_warned_of(monkeypatch: pytest.MonkeyPatch):
@@ -177,6 +178,7 @@ def test_no_graph_leaves_sizes_open_when_another_model_was_compiled_before(monke
 def test_a_graph_is_compiled_once_for_all_rehearsals_of_a_process(monkeypatch: pytest.MonkeyPatch):
     """With the same bytes and seconds as the first time, and again where what it depends on is another."""
     monkeypatch.setattr(inductor, "_KNOWN", OrderedDict())
+    monkeypatch.setattr(inductor, "KERNEL_SECONDS", 0.0)
     calls: list[int] = []
     whole = inductor._lower_without_kernels
     monkeypatch.setattr(inductor, "_lower_without_kernels", lambda *given: calls.append(1) or whole(*given))
@@ -186,7 +188,7 @@ def test_a_graph_is_compiled_once_for_all_rehearsals_of_a_process(monkeypatch: p
     again = rehearsed(planned)
     assert len(calls) == 2
     assert again.phases == first.phases
-    assert again.compile_seconds >= 0.9 * first.compile_seconds  # tracing is measured anew
+    assert again.compile_seconds == pytest.approx(first.compile_seconds, rel=0.3)  # some of it is measured anew
     for other in (replace(planned, micro_batch_size=1, accumulation_steps=4), replace(planned, precision="bf16")):
         rehearsed(other)
     assert len(calls) == 6
@@ -212,7 +214,7 @@ def test_a_search_mixes_tiers_of_graphs():
         assert there.seconds / drawn[0][0].seconds == pytest.approx(here.seconds / traced[0][0].seconds, rel=0.05)
     highest, lowest = (search.traced(point).peak(traced[index]) for index in (0, -1))
     found = search.solve(point, (highest + lowest) // 2)
-    assert len(set(found.strategy.tiers)) > 1
+    assert set(found.strategy.tiers) & set(GRAPH_TIERS)
     predicted = rehearse(workload(6), found.strategy, hardware)
     assert found.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.01)
 

@@ -31,6 +31,7 @@ def joint() -> tuple[fx.GraphModule, dict[str, fx.Node]]:
     scores = add("scores", aten.bmm.default, queries, keys, like=torch.zeros(2, 16, 16))
     drawn = add("drawn", aten.bernoulli.default, scores, like=torch.zeros(2, 16, 16))
     mixed = add("mixed", aten.bmm.default, drawn, queries, like=heads)
+    add("chosen", aten.argmax.default, mixed, like=heads)
     gradient = add("gradient", aten.bmm.default, drawn, tangents, like=heads)
     graph.output((mixed, gradient))
     return fx.GraphModule(torch.nn.Module(), graph), nodes
@@ -39,12 +40,12 @@ def joint() -> tuple[fx.GraphModule, dict[str, fx.Node]]:
 @pytest.mark.parametrize(
     ("tier", "budget", "expected"),
     [
-        ("attention", 1.0, {"drawn", "mixed"}),
-        ("pointwise", 1.0, {"drawn"}),
-        ("keep", 0.5, {"drawn"}),
+        ("attention", 1.0, {"drawn", "chosen", "mixed"}),
+        ("pointwise", 1.0, {"drawn", "chosen"}),
+        ("keep", 0.5, {"drawn", "chosen"}),
     ],
 )
-def test_attention_and_what_is_drawn_are_marked(tier, budget, expected):
+def test_attention_and_what_is_drawn_or_chosen_are_marked(tier, budget, expected):
     module, nodes = joint()
     settings = partition_for(tier, budget)
     assert settings["joint_custom_pass"](module, []) is module
@@ -54,5 +55,6 @@ def test_attention_and_what_is_drawn_are_marked(tier, budget, expected):
 
 def test_only_keep_heeds_a_budget():
     assert partition_for("keep", 0.5)["activation_memory_budget"] == 0.5
+    assert partition_for("keep", 0.0)["activation_memory_budget"] > 0  # of none PyTorch heeds no marks
     assert partition_for("attention", 0.5)["activation_memory_budget"] < 1e-3
     assert "activation_memory_budget" not in partition_for("pointwise", 0.5)

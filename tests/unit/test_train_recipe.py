@@ -116,6 +116,7 @@ def test_tiers_that_compiled_blocks_lack_are_refused_before_anything_is_built(tm
 def test_tiers_of_graphs_may_be_given_to_compiled_blocks(tmp_path):
     path = write(tmp_path)
     assert load_recipe(path, ["compile=block", "activation='2*attention,2*full'"]).activation == "2*attention,2*full"
+    load_recipe(path, ["may_change=[compile]", "activation=discard"])  # which block it is for is the plan's
 
 
 def test_several_errors_come_in_one_line_with_the_rest_counted(tmp_path):

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from trainfit.hardware.calibration import Calibration, Table
-from trainfit.hardware.kernels import NARROW_ROW
+from trainfit.hardware.kernels import NARROW, NARROW_ROW
 from trainfit.hardware.microbenchmarks import ATTENTION_HEADS
 from trainfit.hardware.runtime import PRECISION_OF
 from trainfit.rehearsal.flops import ATTENTION, GROUPED_MM, is_causal
 from trainfit.rehearsal.traffic import base_name, inner_loops, tensors_of, traffic_bytes
 
 _ROWS_AT = 2**18  # elements in rows of 16
-_NARROW = 32  # elements; a softmax over fewer takes as long as over NARROW_ROW
 
 # Kernels by operator, where the largest operand's elements are their size.
 _BY_LARGEST: Mapping[str, str] = {
@@ -197,9 +196,9 @@ class CalibratedKernels:
 
     def _softmax(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
         """Of experts' scores, over a few elements, it takes as long by rows, not by elements."""
-        scores = args[0]
-        width = scores.shape[-1] if scores.dim() else 1
-        if width >= _NARROW:
+        scores, dim = args[0], args[2] if name == "_softmax_backward_data" else args[1]
+        width = scores.shape[dim] if scores.dim() else 1
+        if width >= NARROW:
             return self._kernel(_SOFTMAX[name], scores.dtype, scores.numel())
         return self._kernel(f"{_SOFTMAX[name]}_narrow", scores.dtype, NARROW_ROW * scores.numel() // max(1, width))
 

@@ -15,7 +15,6 @@ from trainfit.hardware import Hardware, Ranks
 from trainfit.hardware.runtime import rehearsed
 from trainfit.operators import BlockGraph, KeptOperators
 from trainfit.profile import (
-    GRAPH_TIERS,
     SEARCH_TIERS,
     Attention,
     BlockTrace,
@@ -48,7 +47,7 @@ from trainfit.rehearsal.shorten import shortened
 from trainfit.rehearsal.timeline import TRANSFERS
 from trainfit.rehearsal.tracker import StorageTracker, storage_bytes
 from trainfit.step import prepare
-from trainfit.techniques.activation import forget_recompute, offload_block, recompute_block
+from trainfit.techniques.activation import forget_recompute, offload_block, recompute_block, split_tier
 from trainfit.techniques.attention import AttentionKind
 from trainfit.techniques.block_cast import BlockCasts, cast_weights
 from trainfit.techniques.chunked_loss import ChunkedLoss, ignore_phase
@@ -150,14 +149,12 @@ class Tracer:
         chunks: Iterable[int],
         *,
         accumulates: bool,
-        tiers: Sequence[Tier] | None = None,
     ) -> ModelTrace:
         """Every tier of every structure, and the shell with the loss in each number of chunks.
 
-        accumulates: parameters hold the gradients of earlier micro batches already. tiers: those alone, not all. The
-        same call is traced once.
+        accumulates: parameters hold the gradients of earlier micro batches already. The same call is traced once.
         """
-        key = (micro_batch_size, precision, tuple(chunks), accumulates, tuple(self.tiers if tiers is None else tiers))
+        key = micro_batch_size, precision, tuple(chunks), accumulates
         if key not in self._traces:
             self._traces[key] = self._trace(*key)
         return self._traces[key]
@@ -168,7 +165,6 @@ class Tracer:
         precision: Precision,
         chunks: Iterable[int],
         accumulates: bool,
-        tiers: Iterable[Tier],
     ) -> ModelTrace:
         with fake_tensors(self._mode), model_errors(), self._earlier_gradients(accumulates):
             captured = self._block_inputs(micro_batch_size, precision)
@@ -178,7 +174,7 @@ class Tracer:
                     partial(self._trace_block, block, tier, precision, inputs, micro_batch_size),
                 )
                 for structure, (block, inputs) in captured.items()
-                for tier in tiers
+                for tier in self.tiers
             }
             shell = {
                 count: self._once(
@@ -355,16 +351,15 @@ class Tracer:
         before = vars(block).get("forward")
         accelerator = self._build.accelerator
         stash = new_stash(self._offload, accelerator) if tier in OFFLOADED else None
-        in_graph = bool(self.compiled.blocks) and tier in GRAPH_TIERS
-        if tier != "keep" and not in_graph:
-            recompute_block(block, tier, accelerator, stash=stash, chosen=chosen)
+        around, told = split_tier(tier, compiles=bool(self.compiled.blocks))
+        if around != "keep":
+            recompute_block(block, around, accelerator, stash=stash, chosen=chosen)
         if stash is not None:
             offload_block(block, tier, stash)
         if self.compiled.blocks:
-            own: Tier = tier if in_graph else "keep"
-            key = micro_batch_size, precision, own
+            key = micro_batch_size, precision, told
             if key not in self._graphs:
-                self._graphs[key] = Graphs(own, self.compiled.budget, Compiled(), is_fake=True)
+                self._graphs[key] = Graphs(told, self.compiled.budget, Compiled(), is_fake=True)
             compile_block(block, self._graphs[key])
         try:
             args, kwargs = leaves_of(inputs, carries=self._carries)

@@ -37,5 +37,8 @@ TIER_WORDS: Mapping[str, tuple[str, str]] = {
 # Of those that mean something else in a compiled block.
 COMPILED_TIER_WORDS: Mapping[str, tuple[str, str]] = {
     "keep": ("what its graph saves", "what a kernel makes again from that"),
-    "pointwise": ("input, what its matmuls and attention need", "norms, rotations, activation functions, sums, casts"),
+    "pointwise": (
+        "input, what matmuls, attention and reductions make",
+        "norms, rotations, activation functions, casts",
+    ),
 }

@@ -12,6 +12,7 @@ from trainfit.profile import (
     CHOSEN_TIERS,
     COMPILED_TIERS,
     FROZEN_STORAGES,
+    GRAPH_TIERS,
     MESH_DIMS,
     OPTIMIZER_KINDS,
     PIPELINE_SCHEDULES,
@@ -366,6 +367,9 @@ def settings_without_effect(strategy: Strategy) -> list[str]:
         lines += _changed("zero", zero, Zero(), ("gradient_sync", "prefetch", "reduce_dtype"), why)
     if mesh.pipeline == 1:
         lines += _changed("pipeline", pipeline, Pipeline(), ("schedule", "stages_per_rank"), "mesh.pipeline is 1")
+    if strategy.compile.budget < 1 and strategy.tiers and set(strategy.tiers) <= set(GRAPH_TIERS):
+        why = "no block has keep or full, whose graph it is for"
+        lines += _changed("compile", strategy.compile, Compile(1), ("budget",), why)
     if not any(tier.startswith("offload") for tier in strategy.tiers):
         why = "no block has an offload tier"
         lines += _changed("offload", strategy.offload, Offload(), ("place", "budget_bytes"), why)

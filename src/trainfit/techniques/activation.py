@@ -223,9 +223,9 @@ class ActivationTiers:
         for block in build.blocks:
             forget_recompute(block)
         own = [tiers.get(name, "keep") for name in build.anatomy.blocks]
-        if build.compiles:
-            build.graph_tiers = {name: tier for name, tier in zip(build.anatomy.blocks, own) if tier in GRAPH_TIERS}
-            own = ["keep" if tier in GRAPH_TIERS else tier for tier in own]
+        both = [split_tier(tier, compiles=build.compiles) for tier in own]
+        build.graph_tiers = {name: graph for name, (_, graph) in zip(build.anatomy.blocks, both)}
+        own = [around for around, _ in both]
         stash = None
         if any(tier in OFFLOADED for tier in own):
             stash = new_stash(build.offload, build.accelerator)
@@ -235,6 +235,11 @@ class ActivationTiers:
                 recompute_block(block, tier, build.accelerator, name=name, stash=stash, chosen=chosen.get(tier))
             if stash is not None:
                 offload_block(block, tier, stash, number=number, is_last=number == len(own) - 1)
+
+
+def split_tier(tier: Tier, *, compiles: bool) -> tuple[Tier, Tier]:
+    """A tier as what is done around a block, and what its graph is told; "keep" is nothing in particular."""
+    return ("keep", tier) if compiles and tier in GRAPH_TIERS else (tier, "keep")
 
 
 def offload_block(block: nn.Module, tier: Tier, stash: Stash, *, number: int = 0, is_last: bool = False) -> None:

@@ -100,8 +100,8 @@ class Build:
     ranks: the processes that run this step together; one, unless the strategy has a mesh.
     whole: the whole model's anatomy, where model and anatomy are this rank's part of a pipeline.
     precision, cast: the strategy's, for techniques that cast. offload: for tiers that offload.
-    kept_operators: the strategy's, for its chosen tiers. compiles: whether it compiles blocks. graph_tiers: of those
-        whose tier is the graph's own affair, by name.
+    kept_operators: the strategy's, for its chosen tiers. compiles: whether it compiles blocks. graph_tiers: what
+        each block's graph is told, by name; see split_tier().
     compute_loss: (micro batch on the device, scale, observer) -> scale * summed loss, ready for backward.
     run_stage: replaces compute_loss in a forward that may end before the loss, with hidden states for the next stage.
     root: the module whose call computes the same loss with what the model's ranks need around it; None where forward()

@@ -1,4 +1,4 @@
-"""Compiled blocks: torch.compile of each block, with a budget for what it saves.
+"""Compiled blocks: torch.compile of each block, told by its tier, or a budget, what to save.
 
 NOTE [ One compilation ]
 Dynamo keeps what it compiled with the code of the function that was called, so all models of a process would share its
@@ -65,7 +65,7 @@ class CompiledBlocks:
         build.compiled = Compiled()
         graphs: dict[Tier, Graphs] = {}
         for name, block in zip(build.anatomy.blocks, build.blocks):
-            tier = build.graph_tiers.get(name, "keep")
+            tier = build.graph_tiers[name]
             if tier not in graphs:
                 graphs[tier] = Graphs(tier, setting.budget, build.compiled, is_fake=is_fake)
             compile_block(block, graphs[tier], name)
@@ -155,7 +155,8 @@ class Graphs:
     """
 
     def __init__(self, tier: Tier, budget: float, done: Compiled, *, is_fake: bool) -> None:
-        self.partition, self.done, self.is_fake = partition_for(tier, budget), done, is_fake
+        self.partition, self.told = partition_for(tier, budget), (tier, budget if tier == "keep" else 1.0)
+        self.done, self.is_fake = done, is_fake
         self.is_looked_at = tier != "keep" or budget < 1  # which is the advice that a warning would give
         copy = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
         self._function = torch.compile(copy, backend=self._compile, fullgraph=True, dynamic=False)
@@ -174,7 +175,7 @@ class Graphs:
         try:
             self.done.eager_bytes = max(self.done.eager_bytes, eager_bytes(graph))
             if self.is_fake:
-                return lower_without_kernels(graph, inputs, self.partition, self.done)
+                return lower_without_kernels(graph, inputs, self.partition, self.done, self.told)
             return lower(graph, inputs, self.partition)
         finally:
             self.done.graphs += 1

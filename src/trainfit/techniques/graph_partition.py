@@ -3,20 +3,19 @@
 NOTE [ Tiers of a graph ]
 The partitioner finds the smallest cut between what forward makes and what backward needs, among what it may compute
 again. By itself it is shy: it saves what would be made again far from where it was made, at the end of long chains, or
-where backward writes it to memory anyway. In bf16 these are the weights' copies and half of the activations.
+where backward writes it to memory anyway. In bf16 these are the weights' copies and a quarter of the activations.
     keep       as it is, or with the budget of Compile
     pointwise  without that shyness: what matmuls, attention and reductions make is saved, the rest is made again
-    attention  of that, only what the eager tier of this name keeps, and what random operators drew; both are marked
-The last asks for a budget of next to nothing: of none the partitioner would save inputs alone. Attention is marked
-since, of the kernels that compute it, the partitioner knows CUDA's only: it holds others to be free, and with a budget
-of 0.7 makes them again in bf16. What is drawn is marked since within a budget it would be drawn once more, and backward
-see another dropout than forward.
+    attention  of that only what the eager tier of this name keeps, within a budget of next to nothing; of none the
+               partitioner would save inputs alone
+Within a budget whatever is not marked may be made again. So these are marked: under attention what it keeps; always
+what is drawn, or backward would see another dropout than forward, and what a router chose, which might come out
+otherwise.
 Source: torch/_functorch/partitioners.py, choose_saved_values_set and should_ban_recomputation.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,10 +26,10 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from trainfit.profile import Tier
-from trainfit.techniques.activation import keep_rules
+from trainfit.techniques.activation import keep_rules, routing_rules
 from trainfit.techniques.kept_outputs import KeepRules
 
-_NEXT_TO_NOTHING = 1e-6  # a share of what pointwise saves
+_NEXT_TO_NOTHING = 1e-6  # a share of what a graph saves beside its inputs
 _WITHOUT_SHYNESS = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
@@ -40,10 +39,10 @@ _WITHOUT_SHYNESS = {
 
 def partition_for(tier: Tier, budget: float) -> Mapping[str, Any]:
     """Settings of torch._functorch.config for a tier of a graph. budget: of keep."""
-    marked: KeepRules = keep_rules("attention") if tier == "attention" else {}
+    marked = {**routing_rules(), **(keep_rules("attention") if tier == "attention" else {})}
     settings: dict[str, Any] = {"joint_custom_pass": partial(_mark_saved, rules=marked)}
     if tier == "keep":
-        return {**settings, "activation_memory_budget": budget}
+        return {**settings, "activation_memory_budget": max(budget, _NEXT_TO_NOTHING)}
     if tier == "attention":
         settings["activation_memory_budget"] = _NEXT_TO_NOTHING
     return {**settings, **_WITHOUT_SHYNESS}
@@ -52,16 +51,22 @@ def partition_for(tier: Tier, budget: float) -> Mapping[str, Any]:
 def _mark_saved(joint: GraphModule, inputs: Sequence[Any], *, rules: KeepRules) -> GraphModule:
     """Mark what a graph of forward and backward has to save whatever the budget: what rules keep, and what is drawn."""
     backward: set[Node] = set()
-    runs: Counter[Any] = Counter()
     for node in joint.graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
         if is_tangent or any(each in backward for each in node.all_input_nodes):
             backward.add(node)
-        elif isinstance(node.target, torch._ops.OpOverload):
-            runs[node.target] += 1
-            args = map_arg(node.args, lambda each: each.meta["val"])
-            rule = rules.get(node.target)
-            is_kept = rule is not None and rule(args, node.meta["val"], runs[node.target]) is True
-            if is_kept or torch.Tag.nondeterministic_seeded in node.target.tags:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif isinstance(node.target, torch._ops.OpOverload) and (_is_drawn(node) or _is_kept(node, rules)):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return joint
+
+
+def _is_drawn(node: Node) -> bool:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_kept(node: Node, rules: KeepRules) -> bool:
+    if (rule := rules.get(node.target)) is None:
+        return False
+    args: Any = map_arg(node.args, lambda each: each.meta["val"])
+    return rule(args, node.meta["val"], 1) is True  # none of these rules counts an operator's runs

@@ -14,7 +14,8 @@ NOTE [ Compiled once in a process ]
 What is compiled for fake tensors knows nothing of a model: parameters are inputs of the graph. So a search compiles a
 block of one size once, whatever it is traced, rehearsed and asked for later, also for another plan. Two graphs are the
 same where their code is, what their inputs look like and share, and what of the compiler's surroundings is in neither:
-the partition, autocast and grad mode. Graphs with tensors of their own are not kept.
+what the partitioner was told, autocast, global switches, the compiler's settings. Graphs with tensors of their own are
+not kept.
 """
 
 from __future__ import annotations
@@ -128,10 +129,13 @@ def lower(graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any]) -> Ca
 
 
 def lower_without_kernels(
-    graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any], done: Compiled
+    graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any], done: Compiled, told: Hashable
 ) -> Callable[..., Any]:
-    """The same for fake tensors. See NOTE [ Compiled without kernels ] and NOTE [ Compiled once in a process ]."""
-    key = _key_of(graph, inputs, partition)
+    """The same for fake tensors. told: what the partition follows from.
+
+    See NOTE [ Compiled without kernels ] and NOTE [ Compiled once in a process ].
+    """
+    key = _key_of(graph, inputs, told)
     if key is not None and (known := _KNOWN.get(key)) is not None:
         _KNOWN.move_to_end(key)
         done.kernels += known.kernels
@@ -146,9 +150,12 @@ def lower_without_kernels(
     return function
 
 
-def _key_of(graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any]) -> Hashable:
+def _key_of(graph: Any, inputs: Sequence[Any], told: Hashable) -> Hashable:
     """What two graphs have in common that are compiled to the same; None for one that has tensors of its own."""
-    if any(node.op == "get_attr" for node in graph.graph.nodes):
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    if any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes):
         return None
     storages: dict[int, int] = {}
     described: list[Hashable] = []
@@ -161,9 +168,12 @@ def _key_of(graph: Any, inputs: Sequence[Any], partition: Mapping[str, Any]) -> 
         described.append((*looks, isinstance(each, torch.nn.Parameter), number))
     kinds = sorted({each.device.type for each in inputs if isinstance(each, Tensor)})
     casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-    surroundings = casts, torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    settings = tuple(sorted((name, repr(value)) for name, value in partition.items()))
-    return graph.code, tuple(described), surroundings, settings
+    cuda = torch.backends.cuda  # whose switches are those of attention on all devices
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    arithmetic = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    exact = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    configs = functorch.get_hash(), inductor.get_hash()
+    return graph.code, tuple(described), told, casts, attention, arithmetic, exact, configs
 
 
 def _lower_without_kernels(
