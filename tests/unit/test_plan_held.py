@@ -46,6 +46,15 @@ def test_a_held_plan_has_the_policys_tiers_and_no_faster_micro_batch_fits():
     assert plan.alternatives[-1].why.startswith("the plan without activation every:2: ")
 
 
+def test_blocks_are_not_compiled_where_the_policy_has_tiers_that_a_graph_cannot_have():
+    target = Target(16 * 2**20, 4 * 256, 256, may_change=frozenset({"compile"}))
+    assert choose_held(WORKLOAD, CPU, target, parse_policy("every:2")).strategy.compile.blocks
+    plan = choose_held(WORKLOAD, CPU, target, parse_policy("torchtitan"))
+    assert (plan.strategy.compile.blocks, set(plan.strategy.tiers)) == (0, {"selective"})
+    assert plan.target == target
+    assert any(note.startswith("no block is compiled: activation torchtitan asks for selective") for note in plan.notes)
+
+
 def test_memory_recomputes_no_more_blocks_than_it_must():
     target = Target(6 * 2**20, 8 * 256, 256)
     plan = choose_held(WORKLOAD, CPU, target, parse_policy("memory"))

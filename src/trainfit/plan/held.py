@@ -15,7 +15,7 @@ from trainfit.plan.policies import Policy, Prices
 from trainfit.plan.space import layout_of
 from trainfit.plan.target import Target
 from trainfit.plan.variants import Tracers
-from trainfit.profile import Profile
+from trainfit.profile import COMPILED_TIERS, Profile
 from trainfit.step.strategy import Strategy
 from trainfit.step.strategy_text import describe_strategy
 from trainfit.units import format_bytes
@@ -42,6 +42,11 @@ def choose_held(
     """
     fixed = replace(target, operators=False)  # the policy says what blocks keep
     free = choose(workload, hardware, fixed, max_grad_norm=max_grad_norm, on_progress=on_progress)
+    if "compile" in fixed.may_change and (unseen := _not_of_graphs(policy, free.strategy)):
+        fixed = replace(fixed, may_change=fixed.may_change - {"compile"})
+        free = choose(workload, hardware, fixed, max_grad_norm=max_grad_norm, on_progress=on_progress)
+        note = f"no block is compiled: activation {policy} asks for {unseen}, which a compiled block cannot have"
+        free = replace(free, notes=(*free.notes, note))
     free = replace(free, target=target)
     tracers = Tracers(workload, hardware, target)
 
@@ -66,6 +71,13 @@ def choose_held(
         return found, profile
 
     return _held_plan(free, policy, list(_tries(free, target, held)))
+
+
+def _not_of_graphs(policy: Policy, strategy: Strategy) -> str:
+    """A tier of the policy's that a strategy with compiled blocks would refuse; "" where there is none."""
+    if not strategy.compile.blocks or policy.needs_prices:  # prices are of tiers that the blocks may have
+        return ""
+    return next((tier for tier in policy.tiers(situation_of(strategy)) if tier not in COMPILED_TIERS), "")
 
 
 def _tries(free: Plan, target: Target, held: Callable[[Strategy], Rehearsed]) -> Iterator[Rehearsed]:
