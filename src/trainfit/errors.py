@@ -44,6 +44,14 @@ class ModelError(InputError):
     """A model cannot be found, built or taken apart."""
 
 
+class CompileError(ModelError):
+    """A block cannot be compiled. what: the line without its advice, for whom compiling is only allowed."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}; {advice}")
+        self.what = what
+
+
 class DataError(InputError):
     """The training text is missing, unreadable or too short."""
 

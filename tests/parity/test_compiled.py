@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from plain import CPU, build, largest_difference, make_model, plain_gradients, planned_gradients, random_batch
 from torch import Tensor, nn
 
-from trainfit.errors import DeviceError, ModelError, RecipeError
+from trainfit.errors import CompileError, DeviceError, ModelError, RecipeError
 from trainfit.hardware import this_machine
-from trainfit.plan import Target
+from trainfit.plan import Target, choose
 from trainfit.plan.search import Search
 from trainfit.plan.variants import Tracers
 from trainfit.profile import COMPILED_TIERS, GRAPH_TIERS, Compile, Mesh, Profile, Tier, Zero
@@ -244,6 +245,40 @@ def test_a_block_that_is_no_single_graph_is_one_line():
     with pytest.raises(ModelError, match=r"layers.0 cannot be compiled as one graph .*--compile none") as error:
         rehearse(workload(breaks=True), strategy("keep", "keep", "keep"), this_machine("cpu"))
     assert "\n" not in str(error.value)
+
+
+def test_leave_to_compile_what_cannot_be_compiled_is_a_plan_without_and_a_note():
+    target = Target(2**30, 4 * SEQ_LEN, SEQ_LEN, may_change=frozenset({"compile"}))
+    plan = choose(workload(breaks=True), this_machine("cpu"), target)
+    assert (plan.fits, plan.strategy.compile, plan.target) == (True, Compile(), target)
+    assert any("no block is compiled: block cannot be compiled as one graph" in note for note in plan.notes)
+    with pytest.raises(CompileError, match="--compile none"):
+        choose(workload(breaks=True), this_machine("cpu"), replace(target, compile=Compile(1)))
+
+
+def test_functions_of_one_name_make_two_graphs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inductor, "_KNOWN", OrderedDict())
+
+    def made(activation: Callable[[Tensor], Tensor]) -> Workload:
+        @torch._dynamo.allow_in_graph
+        def named(x: Tensor) -> Tensor:
+            return activation(x)
+
+        def model() -> Model:
+            built = Model()
+            for layer in built.layers:
+                layer.dropout.forward = named
+            return built
+
+        return workload_from_module(model, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+
+    def profile(activation: Callable[[Tensor], Tensor]) -> Profile:
+        return rehearse(made(activation), strategy("keep", "keep", "keep"), this_machine("cpu"))
+
+    profile(torch.relu)
+    after = profile(lambda x: x.exp() @ torch.ones(DIM, DIM))
+    monkeypatch.setattr(inductor, "_KNOWN", OrderedDict())
+    assert after.phases == profile(lambda x: x.exp() @ torch.ones(DIM, DIM)).phases
 
 
 def test_a_block_that_is_called_in_too_many_ways_is_one_line():

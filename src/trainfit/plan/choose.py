@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
-from trainfit.errors import RecipeError
+from trainfit.errors import CompileError, RecipeError
 from trainfit.hardware import Hardware
 from trainfit.plan.judged import judged
 from trainfit.plan.op_tiers import is_wanted, operator_notes, with_operators
@@ -54,9 +55,31 @@ def choose(
 
     Plan.fits is False when there is none; the plan then holds the smallest one. Raises DeviceError for a precision that
     the device lacks and RecipeError for a target of another sequence length than the workload's. beside: a process that
-    does some of the work; the plan is the same.
+    does some of the work; the plan is the same. Where blocks may be compiled, and one cannot be, a note says so.
     """
     _check(workload, hardware, target)
+    choose_within = partial(
+        _choose, workload, hardware, max_grad_norm=max_grad_norm, on_progress=on_progress, beside=beside
+    )
+    try:
+        return choose_within(target)
+    except CompileError as error:
+        if target.compile.blocks or "compile" not in target.may_change:
+            raise
+        without = replace(target, may_change=target.may_change - {"compile"})
+        plan = choose_within(without)
+        return replace(plan, target=target, notes=(*plan.notes, f"no block is compiled: {error.what}"))
+
+
+def _choose(
+    workload: Workload,
+    hardware: Hardware,
+    target: Target,
+    *,
+    max_grad_norm: float | None,
+    on_progress: Progress,
+    beside: SecondProcess | None,
+) -> Plan:
     allowed = target.allowed_bytes(hardware.spec.kind)
     on_progress("tracing one block")
     tracers = Tracers(workload, hardware, target)

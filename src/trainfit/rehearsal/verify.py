@@ -77,7 +77,8 @@ def verify(
     """Compare losses and gradients over some optimizer steps; weights move, so later steps compare trained ones.
 
     Plain training runs the same micro batches through the model's own forward, with full logits and a mean over the
-    valid tokens of the window. Dropout draws the same numbers on both sides, but that of blockwise attention.
+    valid tokens of the window. Dropout draws the same numbers on both sides, but that of blockwise attention and of
+    compiled blocks.
     Raises RecipeError where the strategy rounds weights, and where it leaves no gradients to compare.
     """
     if strategy.frozen_weights != "fp32":

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from trainfit.errors import DeviceError, ModelError, TrainfitError
+from trainfit.errors import CompileError, DeviceError, TrainfitError
 from trainfit.profile import Compile, Tier
 from trainfit.techniques.activation import Patched, unbound_forward
 from trainfit.techniques.base import Asked, Build, Draft, Stage
@@ -213,9 +213,9 @@ def compile_errors(name: str) -> Iterator[None]:
         if isinstance(inner, TrainfitError):
             raise inner from None
         reason = (str(inner).strip() or type(inner).__name__).splitlines()[0][:200]
-        raise ModelError(
-            f"{name} cannot be compiled as one graph ({type(inner).__name__}: {reason}); leave compile out "
-            "(--compile none), or see TORCH_LOGS=graph_breaks,recompiles"
+        raise CompileError(
+            f"{name} cannot be compiled as one graph ({type(inner).__name__}: {reason})",
+            "leave compile out (--compile none), or see TORCH_LOGS=graph_breaks,recompiles",
         ) from error
 
 

@@ -173,7 +173,8 @@ def _key_of(graph: Any, inputs: Sequence[Any], told: Hashable) -> Hashable:
     arithmetic = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     exact = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
     configs = functorch.get_hash(), inductor.get_hash()
-    return graph.code, tuple(described), told, casts, attention, arithmetic, exact, configs
+    targets = tuple(node.target for node in graph.graph.nodes)  # functions of one name are told apart
+    return graph.code, targets, tuple(described), told, casts, attention, arithmetic, exact, configs
 
 
 def _lower_without_kernels(
