@@ -136,6 +136,18 @@ def test_what_a_graph_draws_is_not_drawn_again():
         assert largest_difference(gradients("keep", budget), expected) < 1e-5
 
 
+def test_verify_refuses_what_draws_in_compiled_blocks():
+    with pytest.raises(RecipeError, match=r"layers.0.dropout draws, and compiled blocks draw other numbers"):
+        verify(workload(dropout=0.5), strategy("keep", "keep", "keep"), CPU, steps=1)
+
+
+def test_leave_to_compile_on_several_devices_is_said_to_have_no_effect():
+    target = Target(2**30, 4 * SEQ_LEN, SEQ_LEN, may_change=frozenset({"compile"}))
+    plan = choose(workload(), replace(this_machine("cpu"), count=2), target)
+    assert plan.strategy.compile == Compile()
+    assert "compiling is left aside: compiled blocks run on one device" in plan.notes
+
+
 def test_a_graph_that_saves_more_than_eager_is_warned_of(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "eager_bytes", lambda graph: 1000)
     with pytest.warns(UserWarning, match=r"layers.0 compiled saves .* for backward, as it is written 1000 B"):

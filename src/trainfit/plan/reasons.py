@@ -40,9 +40,11 @@ def alternatives_of(
         yield Alternative(candidate.strategy, peak, seconds, exact is not None, words)
 
 
-def compile_note(strategy: Strategy, profile: Profile, hardware: Hardware) -> Iterator[str]:
+def compile_note(target: Target, strategy: Strategy, profile: Profile, hardware: Hardware) -> Iterator[str]:
     """What compiled blocks cost before they win, and how far their rehearsal is from the device's own kernels."""
     if not strategy.compile.blocks:
+        if "compile" in target.may_change and hardware.count > 1:
+            yield "compiling is left aside: compiled blocks run on one device"
         return
     yield (
         f"blocks are compiled: the first step takes about {profile.compile_seconds:.0f} s longer; gradients are equal "
