@@ -46,12 +46,15 @@ def test_printed_counts_are_read_back_within_three_digits(number: int):
 
 
 @example(119.7)
+@example(1.25)
 @given(st.floats(1e-6, 1e6))
 def test_printed_seconds_are_a_time(seconds: float):
     text = format_seconds(seconds)
     scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
     parts = [(float(value), unit) for value, unit in re.findall(r"([\d.]+) (us|ms|s|min|h)", text)]
-    assert sum(value * scales[unit] for value, unit in parts) == pytest.approx(seconds, rel=0.02, abs=1e-6)
+    assert sum(value * scales[unit] for value, unit in parts) == pytest.approx(
+        seconds, rel=0.05, abs=1e-6
+    )  # half of 0.1 in 1.0
     assert all(value < 60 for value, unit in parts[1:])
 
 
