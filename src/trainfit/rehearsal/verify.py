@@ -82,21 +82,7 @@ def verify(
     Raises RecipeError where the strategy rounds weights, where it leaves no gradients to compare, and where compiled
     blocks draw.
     """
-    if strategy.frozen_weights != "fp32":
-        raise RecipeError(
-            f"frozen_weights {strategy.frozen_weights} rounds weights before training, plain training would not; set "
-            "frozen_weights: fp32 to verify the rest of the step"
-        )
-    if strategy.optimizer.weights != "fp32":
-        raise RecipeError(
-            f"optimizer.weights {strategy.optimizer.weights} rounds weights before training, plain training would not; "
-            "set optimizer.weights: fp32 to verify the rest of the step"
-        )
-    if strategy.optimizer.update == "backward":
-        raise RecipeError(
-            "optimizer.update backward drops each gradient in backward, so there are none to compare; set "
-            "optimizer.update: step, whose updates are the same to the bit"
-        )
+    _check_comparable(strategy)
     torch.manual_seed(seed)
     with device.device:
         model = workload.make_model()
@@ -175,6 +161,25 @@ class _Compression:
         watch = self.watch
         return CompressionReport(
             watch.original_bytes, watch.compressed_bytes, watch.relative_error, self.gradient_error, allowed
+        )
+
+
+def _check_comparable(strategy: Strategy) -> None:
+    """Raises RecipeError for what plain training has nothing equal to."""
+    if strategy.frozen_weights != "fp32":
+        raise RecipeError(
+            f"frozen_weights {strategy.frozen_weights} rounds weights before training, plain training would not; set "
+            "frozen_weights: fp32 to verify the rest of the step"
+        )
+    if strategy.optimizer.weights != "fp32":
+        raise RecipeError(
+            f"optimizer.weights {strategy.optimizer.weights} rounds weights before training, plain training would not; "
+            "set optimizer.weights: fp32 to verify the rest of the step"
+        )
+    if strategy.optimizer.update == "backward":
+        raise RecipeError(
+            "optimizer.update backward drops each gradient in backward, so there are none to compare; set "
+            "optimizer.update: step, whose updates are the same to the bit"
         )
 
 
