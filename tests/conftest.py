@@ -2,7 +2,10 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
+import pytest
+import torch
 from hypothesis import settings
 
 # No calibration that this machine's user has stored: what tests say of it would depend on that.
@@ -11,3 +14,12 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trainfit-tests-")
 # On a busy machine an example may take any time; what a test claims does not depend on the clock.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Whether threads are at their scratch memory together is a matter of luck."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from plain import CPU, random_batch, small_workload, tiny_workload
 from torch import Tensor, nn
 
 from trainfit.hardware import this_machine
-from trainfit.profile import LossScale
+from trainfit.profile import LossScale, Precision
 from trainfit.rehearsal import measure, rehearse
 from trainfit.step import Strategy, parse_tiers
 from trainfit.workload import (
@@ -85,6 +86,31 @@ class GatedMean(nn.Module):
         counts = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
         value, gate = self.mix(self.norm(x)).chunk(2, -1)
         return x + self.out(value.cumsum(1) / counts * torch.sigmoid(gate))
+
+
+class Attending(nn.Module):
+    """Nothing beside attention: what its kernel takes inside, in backward, is the peak."""
+
+    def __init__(self, heads: int = 2, dim: int = 8, vocab_size: int = 50) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embedding = nn.Embedding(vocab_size, heads * dim)
+        self.layers = nn.ModuleList([nn.Linear(heads * dim, heads * dim) for _ in range(2)])
+        self.head = nn.Linear(heads * dim, vocab_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            split = layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(split, split, split, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_attention_takes_inside_is_in_the_peak(precision: Precision):
+    workload = workload_from_module(Attending, seq_len=600, vocab_size=50)
+    assert_predicted(workload, Strategy(1, precision=precision, loss_chunks=8))
 
 
 @pytest.mark.parametrize("setting", ["plain", "full-chunked"])

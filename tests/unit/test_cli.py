@@ -111,6 +111,12 @@ def test_rehearse_follows_its_options(capsys):
     assert {"precision auto took bf16 on h100", "loss chunks auto took 1"} <= set(other["notes"])
 
 
+def test_rehearse_says_what_compiling_takes(capsys):
+    words = "blocks are compiled: the first step takes about"
+    assert words in flat(run_text(capsys, "rehearse", "config.json", *STEP, "--compile", "block"))
+    assert words not in flat(run_text(capsys, "rehearse", "config.json", *STEP))
+
+
 def test_rehearse_takes_a_mesh(capsys):
     options = ("--devices", "8", "--zero-stage", "3", "--replicate", "2", "--accumulation", "2", "--device", "h100")
     profile = run_json(capsys, "rehearse", "config.json", *STEP, *options, "--rank", "5")

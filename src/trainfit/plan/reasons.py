@@ -46,6 +46,13 @@ def compile_note(target: Target, strategy: Strategy, profile: Profile, hardware:
         if "compile" in target.may_change and hardware.count > 1:
             yield "compiling is left aside: compiled blocks run on one device"
         return
+    yield from compiled_notes(profile, hardware)
+
+
+def compiled_notes(profile: Profile, hardware: Hardware) -> Iterator[str]:
+    """Of a profile's step; none where nothing in it is compiled."""
+    if not profile.compile_seconds:
+        return
     yield (
         f"blocks are compiled: the first step takes about {profile.compile_seconds:.0f} s longer; gradients are equal "
         "to the rounding of sums"
