@@ -48,14 +48,16 @@ class Gated(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, num_blocks: int = 3, breaks: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, num_blocks: int = 3, breaks: bool = False, dropout: float = 0.0, embedding_dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB_SIZE, DIM)
+        self.embedding, self.dropout = nn.Embedding(VOCAB_SIZE, DIM), nn.Dropout(embedding_dropout)
         self.layers = nn.ModuleList([Gated(breaks, dropout) for _ in range(num_blocks)])
         self.head = nn.Linear(DIM, VOCAB_SIZE, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
+        x = self.dropout(self.embedding(ids))
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
@@ -139,6 +141,12 @@ def test_what_a_graph_draws_is_not_drawn_again():
 def test_verify_refuses_what_draws_in_compiled_blocks():
     with pytest.raises(RecipeError, match=r"layers.0.dropout draws, and compiled blocks draw other numbers"):
         verify(workload(dropout=0.5), strategy("keep", "keep", "keep"), CPU, steps=1)
+
+
+def test_verify_compares_what_draws_beside_compiled_blocks():
+    made = workload_from_module(lambda: Model(embedding_dropout=0.5), seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+    planned = replace(strategy("keep", "keep", "keep"), loss_chunks=1)
+    assert verify(made, planned, CPU, steps=1).passed
 
 
 def test_leave_to_compile_on_several_devices_is_said_to_have_no_effect():

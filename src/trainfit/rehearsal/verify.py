@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -86,7 +86,7 @@ def verify(
     torch.manual_seed(seed)
     with device.device:
         model = workload.make_model()
-    if strategy.compile.blocks and (drawing := _drawing(model)):
+    if strategy.compile.blocks and (drawing := _drawing(model, workload.anatomy().blocks)):
         raise RecipeError(
             f"{drawing} draws, and compiled blocks draw other numbers than plain training, so there is nothing to "
             "compare; set dropout to 0 in the model's config to verify the rest of the step"
@@ -183,9 +183,15 @@ def _check_comparable(strategy: Strategy) -> None:
         )
 
 
-def _drawing(model: nn.Module) -> str:
-    """The first module that has a dropout which is not 0, by the names that torch and transformers give it; or ""."""
+def _drawing(model: nn.Module, blocks: Sequence[str]) -> str:
+    """The first module in a block that has a dropout which is not 0, by the names that torch and transformers give it.
+
+    "" where there is none: what is drawn before and behind compiled blocks is as in plain training.
+    """
+    inside = tuple(f"{block}." for block in blocks)
     for name, module in model.named_modules():
+        if not f"{name}.".startswith(inside):
+            continue
         values = {key: value for key, value in vars(module).items() if "dropout" in key}
         if isinstance(module, nn.Dropout):
             values["p"] = module.p
