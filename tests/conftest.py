@@ -18,7 +18,7 @@ settings.load_profile("no_deadline")
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Whether threads are at their scratch memory together is a matter of luck."""
+    """A kernel's peak depends on how its threads meet."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -143,7 +143,7 @@ def test_verify_refuses_what_draws_in_compiled_blocks():
         verify(workload(dropout=0.5), strategy("keep", "keep", "keep"), CPU, steps=1)
 
 
-def test_verify_compares_what_draws_beside_compiled_blocks():
+def test_verify_compares_a_model_with_dropout_outside_of_compiled_blocks():
     made = workload_from_module(lambda: Model(embedding_dropout=0.5), seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
     planned = replace(strategy("keep", "keep", "keep"), loss_chunks=1)
     assert verify(made, planned, CPU, steps=1).passed

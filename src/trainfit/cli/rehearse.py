@@ -35,7 +35,7 @@ def rehearse(
     check_page(html)
     with status(notes(), "Importing torch") as say:
         from trainfit.cli.setup import find_hardware, open_recipe, prepare, time_notes
-        from trainfit.plan.reasons import compiled_notes
+        from trainfit.plan.reasons import compile_notes
         from trainfit.rehearsal import rehearse as run_rehearsal
         from trainfit.report import profile_page, profile_view
 
@@ -45,7 +45,8 @@ def rehearse(
         setup = prepare(options, recipe, hardware, say)
         say(f"Rehearsing one step of {setup.workload.name}")
         profile = run_rehearsal(setup.workload, setup.strategy, hardware, rank=rank, max_grad_norm=setup.max_grad_norm)
-    setup = replace(setup, notes=(*setup.notes, *compiled_notes(profile, hardware), *time_notes(hardware)))
+    compiling = compile_notes(setup.strategy, profile, hardware)
+    setup = replace(setup, notes=(*setup.notes, *compiling, *time_notes(hardware)))
     budget_bytes = (recipe and recipe.memory) or hardware.usable_bytes
     if html is not None:
         write_page(html, profile_page(profile, setup.strategy, budget_bytes=budget_bytes, **setup.about(hardware)))

@@ -17,7 +17,7 @@ from trainfit.plan.reasons import (
     alternatives_of,
     attention_note,
     binds,
-    compile_note,
+    compile_choice_notes,
     more_memory,
     notes_of,
     tiers_note,
@@ -129,7 +129,7 @@ def _notes(strategy: Strategy, profile: Profile, tracers: Tracers) -> Iterator[s
     yield from accuracy_note(target, strategy, tracers.of(target.optimizer).facts.num_trained)
     yield from tiers_note(strategy)
     yield from attention_note(target, strategy)
-    yield from compile_note(target, strategy, profile, tracers.hardware)
+    yield from compile_choice_notes(target, strategy, profile, tracers.hardware)
 
 
 def _decided(rehearsals: Rehearsals, exact: Exact) -> tuple[Candidate, Profile, tuple[str, ...]]:

@@ -40,18 +40,16 @@ def alternatives_of(
         yield Alternative(candidate.strategy, peak, seconds, exact is not None, words)
 
 
-def compile_note(target: Target, strategy: Strategy, profile: Profile, hardware: Hardware) -> Iterator[str]:
+def compile_choice_notes(target: Target, strategy: Strategy, profile: Profile, hardware: Hardware) -> Iterator[str]:
+    """What a plan's reader is to know of compiling, and why it was left aside where that was not the search's doing."""
+    if not strategy.compile.blocks and "compile" in target.may_change and hardware.count > 1:
+        yield "compiling is left aside: compiled blocks run on one device"
+    yield from compile_notes(strategy, profile, hardware)
+
+
+def compile_notes(strategy: Strategy, profile: Profile, hardware: Hardware) -> Iterator[str]:
     """What compiled blocks cost before they win, and how far their rehearsal is from the device's own kernels."""
     if not strategy.compile.blocks:
-        if "compile" in target.may_change and hardware.count > 1:
-            yield "compiling is left aside: compiled blocks run on one device"
-        return
-    yield from compiled_notes(profile, hardware)
-
-
-def compiled_notes(profile: Profile, hardware: Hardware) -> Iterator[str]:
-    """Of a profile's step; none where nothing in it is compiled."""
-    if not profile.compile_seconds:
         return
     yield (
         f"blocks are compiled: the first step takes about {profile.compile_seconds:.0f} s longer; gradients are equal "

@@ -186,17 +186,15 @@ def _check_comparable(strategy: Strategy) -> None:
 def _drawing(model: nn.Module, blocks: Sequence[str]) -> str:
     """The first module in a block that has a dropout which is not 0, by the names that torch and transformers give it.
 
-    "" where there is none: what is drawn before and behind compiled blocks is as in plain training.
+    "" where there is none: what is drawn outside of compiled blocks is as in plain training.
     """
-    inside = tuple(f"{block}." for block in blocks)
-    for name, module in model.named_modules():
-        if not f"{name}.".startswith(inside):
-            continue
-        values = {key: value for key, value in vars(module).items() if "dropout" in key}
-        if isinstance(module, nn.Dropout):
-            values["p"] = module.p
-        if any(isinstance(value, float) and value > 0 for value in values.values()):
-            return str(name)
+    for block in blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            values = {key: value for key, value in vars(module).items() if "dropout" in key}
+            if isinstance(module, nn.Dropout):
+                values["p"] = module.p
+            if any(isinstance(value, float) and value > 0 for value in values.values()):
+                return str(name)
     return ""
 
 
