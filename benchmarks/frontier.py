@@ -35,7 +35,7 @@ from contest.verdict import other_losses, points_of, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.38, 0.36, 0.3, 0.29, 0.27, 0.25, 0.24, 0.2, 0.19, 0.18, 0.15)
+SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.38, 0.36, 0.3, 0.29, 0.27, 0.25, 0.24, 0.23, 0.22, 0.2, 0.19, 0.18, 0.15)
 MODELS, PRECISIONS = ("reference", "wide"), ("fp32", "bf16")
 
 
