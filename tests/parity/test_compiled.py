@@ -139,8 +139,22 @@ def test_what_a_graph_draws_is_not_drawn_again():
 
 
 def test_verify_refuses_what_draws_in_compiled_blocks():
-    with pytest.raises(RecipeError, match=r"layers.0.dropout draws, and compiled blocks draw other numbers"):
+    with pytest.raises(RecipeError, match=r"layers.0.dropout has dropout 0.5, and compiled blocks draw other numbers"):
         verify(workload(dropout=0.5), strategy("keep", "keep", "keep"), CPU, steps=1)
+
+
+def test_verify_sees_a_dropout_that_blocks_share_with_what_is_outside():
+    """named_modules of the whole model tells a shared module once, by its first name."""
+
+    def sharing() -> Model:
+        model = Model(embedding_dropout=0.25)
+        for layer in model.layers:
+            layer.dropout = model.dropout
+        return model
+
+    made = workload_from_module(sharing, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+    with pytest.raises(RecipeError, match=r"layers.0.dropout has dropout 0.25,"):
+        verify(made, strategy("keep", "keep", "keep"), CPU, steps=1)
 
 
 def test_verify_compares_a_model_with_dropout_outside_of_compiled_blocks():

@@ -88,8 +88,8 @@ def verify(
         model = workload.make_model()
     if strategy.compile.blocks and (drawing := _drawing(model, workload.anatomy().blocks)):
         raise RecipeError(
-            f"{drawing} draws, and compiled blocks draw other numbers than plain training, so there is nothing to "
-            "compare; set dropout to 0 in the model's config to verify the rest of the step"
+            f"{drawing}, and compiled blocks draw other numbers than plain training, so there is nothing to compare; "
+            "set dropout to 0 in the model's config to verify the rest of the step"
         )
     step = build_step(workload, strategy, device, max_grad_norm=None, model=copy.deepcopy(model))
     # In fp16 both sides have the scale that a run begins with.
@@ -184,7 +184,7 @@ def _check_comparable(strategy: Strategy) -> None:
 
 
 def _drawing(model: nn.Module, blocks: Sequence[str]) -> str:
-    """The first module in a block that has a dropout which is not 0, by the names that torch and transformers give it.
+    """What the first module in a block with a dropout that is not 0 has, by torch's and transformers' names for it.
 
     "" where there is none: what is drawn outside of compiled blocks is as in plain training.
     """
@@ -193,8 +193,8 @@ def _drawing(model: nn.Module, blocks: Sequence[str]) -> str:
             values = {key: value for key, value in vars(module).items() if "dropout" in key}
             if isinstance(module, nn.Dropout):
                 values["p"] = module.p
-            if any(isinstance(value, float) and value > 0 for value in values.values()):
-                return str(name)
+            if drawn := [value for value in values.values() if isinstance(value, float) and value > 0]:
+                return f"{name} has dropout {drawn[0]:g}"
     return ""
 
 
